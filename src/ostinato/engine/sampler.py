@@ -1,0 +1,175 @@
+"""Choosing the next token of each row from its logits.
+
+Every row is handled by itself, from its own logits, history, seed and position: what is sampled depends neither on
+the row's place in the batch nor on its batch-mates. Noise is a pure function of (seed, position), so a request
+that was retracted, chunked or resumed draws the same numbers again. Runs outside the captured graph.
+
+Order of the transforms: logit bias, penalties, `min_tokens`; then temperature, top-k, top-p, min-p (the order of
+transformers' logits processors). Log-probabilities are those of the model, before any of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ostinato.engine.request import Logprob, SamplingParams
+
+Row = npt.NDArray[np.float32]
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """What sampling one row needs beside its logits.
+
+    `position` is the absolute position of the token to be chosen. `blocked_token_ids` may not be chosen now
+    (end-of-sequence tokens before `min_tokens`).
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    blocked_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A chosen token, its log-probability and the best alternatives (None unless asked for)."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: dict[int, Logprob] | None = None
+
+
+def mix64(*values: int) -> int:
+    """A 64-bit hash of integers: the splitmix64 finaliser (Steele, Lea, Flood 2014) over a running sum."""
+    state = 0
+    for value in values:
+        state = (state + (value & _MASK64) + 0x9E3779B97F4A7C15) & _MASK64
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state = z ^ (z >> 31)
+    return state
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that (seed, position) stands for, with 53 random bits."""
+    return (mix64(seed, position) >> 11) * 2.0**-53
+
+
+def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[Sampled]:
+    """Choose one token per row of `logits` (fp32 [len(inputs), vocab]).
+
+    Plain greedy rows without any transform take one argmax for all; ties go to the lowest id.
+    """
+    assert logits.shape[0] == len(inputs), (logits.shape, len(inputs))
+    plain = [i for i, row in enumerate(inputs) if _is_plain_greedy(row)]
+    best = logits.argmax(dim=-1).tolist() if plain else []
+    chosen = {i: int(best[i]) for i in plain}
+    host = logits.numpy(force=True)
+    for i, row in enumerate(inputs):
+        if i not in chosen:
+            chosen[i] = _choose(host[i], row)
+    return [_with_logprobs(logits[i], chosen[i], row.params.logprobs) for i, row in enumerate(inputs)]
+
+
+def top_logprobs(logits: torch.Tensor, token_id: int, count: int) -> tuple[float, dict[int, Logprob]]:
+    """Log-probability of `token_id`, and of the `count` best tokens and itself, from fp32 logits [vocab]."""
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    value = float(logprobs[token_id])
+    rank = int((logprobs > value).sum()) + 1
+    top: dict[int, Logprob] = {}
+    if count:
+        order = torch.argsort(logprobs, descending=True, stable=True)[:count]
+        for place, token in enumerate(order.tolist()):
+            top[token] = Logprob(logprob=float(logprobs[token]), rank=place + 1)
+    top.setdefault(token_id, Logprob(logprob=value, rank=rank))
+    return value, top
+
+
+def _with_logprobs(logits: torch.Tensor, token_id: int, count: int | None) -> Sampled:
+    if count is None:
+        return Sampled(token_id)
+    logprob, top = top_logprobs(logits, token_id, count)
+    return Sampled(token_id, logprob, top)
+
+
+def _is_plain_greedy(row: SampleInput) -> bool:
+    p = row.params
+    return (
+        p.temperature == 0.0
+        and not row.blocked_token_ids
+        and not p.logit_bias
+        and p.repetition_penalty == 1.0
+        and p.presence_penalty == 0.0
+        and p.frequency_penalty == 0.0
+    )
+
+
+def _choose(logits: Row, row: SampleInput) -> int:
+    adjusted = _adjust(logits, row)
+    if row.params.temperature == 0.0:
+        return int(adjusted.argmax())
+    ids, weights = _candidates(adjusted, row.params)
+    cumulative = np.cumsum(weights)
+    target = uniform(row.seed, row.position) * cumulative[-1]
+    place = int(np.searchsorted(cumulative, target, side="right"))
+    return int(ids[min(place, len(ids) - 1)])
+
+
+def _adjust(logits: Row, row: SampleInput) -> Row:
+    """Logit bias, penalties and blocked tokens, on a copy."""
+    p = row.params
+    out = logits.copy()
+    for token, bias in (p.logit_bias or {}).items():
+        out[token] += bias
+    produced = np.asarray(row.output_token_ids, dtype=np.int64)
+    if p.repetition_penalty != 1.0:
+        # CTRL (Keskar et al. 2019): seen tokens, the prompt's included, are divided or multiplied by their sign.
+        seen = np.unique(np.concatenate([np.asarray(row.prompt_token_ids, dtype=np.int64), produced]))
+        values = out[seen]
+        out[seen] = np.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+    if len(produced) and (p.presence_penalty or p.frequency_penalty):
+        tokens, counts = np.unique(produced, return_counts=True)
+        out[tokens] -= (p.presence_penalty + p.frequency_penalty * counts).astype(np.float32)
+    if row.blocked_token_ids:
+        out[list(row.blocked_token_ids)] = -np.inf
+    return out
+
+
+def _candidates(logits: Row, p: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Ids (ascending) that may be chosen and their unnormalised probabilities."""
+    scaled = logits.astype(np.float64)
+    scaled -= scaled.max()
+    scaled /= p.temperature
+    ids: npt.NDArray[np.int64]
+    if 0 < p.top_k < len(scaled):
+        # Candidates by threshold first: a full sort of the vocabulary is the dear part.
+        threshold = np.partition(scaled, len(scaled) - p.top_k)[len(scaled) - p.top_k]
+        ids = np.flatnonzero(scaled >= threshold)
+        if len(ids) > p.top_k:
+            order = np.argsort(-scaled[ids], kind="stable")
+            ids = np.sort(ids[order[: p.top_k]])
+    else:
+        ids = np.arange(len(scaled))
+    weights = np.exp(scaled[ids])
+    if p.top_p < 1.0:
+        order = np.argsort(-weights, kind="stable")
+        cumulative = np.cumsum(weights[order])
+        # The smallest set whose mass reaches top_p; the token that crosses the line is kept.
+        size = int(np.searchsorted(cumulative, p.top_p * cumulative[-1], side="left")) + 1
+        kept = np.sort(order[:size])
+        ids, weights = ids[kept], weights[kept]
+    if p.min_p > 0.0:
+        keep = weights >= p.min_p * weights.max()
+        ids, weights = ids[keep], weights[keep]
+    return ids, weights
