@@ -1,0 +1,167 @@
+"""The op set of the decoder: the protocol that every kernel library implements.
+
+An `OpSet` is a namespace of kernels (launched through a `Stream`, writing into tensors they are given) and of
+pack functions that turn plain weights into opaque values of its own layout. It knows nothing of models or
+schedulers. Invariant: every kernel is row local (row i of the output depends on row i of the inputs alone,
+whatever the other rows hold, NaN included), so pad rows can be computed as data and never change a real row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from ostinato.padding import PadContract
+
+
+class PackedLinear(Protocol):
+    """Weights of one linear layer in the op set's own layout; only that op set reads them."""
+
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+
+
+class PackedExperts(Protocol):
+    """Weights of all experts of one layer (gate and up fused, and down) in the op set's own layout."""
+
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+
+
+class OpSet(Protocol):
+    """Kernels of a decoder. T = rows, H = hidden size, D = head dim, E = experts, K = experts per row.
+
+    Activations are contiguous in their last dimension; rows may be strided (views of a fused buffer).
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pad_contracts(self) -> Mapping[str, PadContract]:
+        """Contracts of the kernels that consume routing, by kernel name; the others are row local."""
+        ...
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        """Pack `weight` [N, K] and `bias` [N]; products are summed in fp32 and written in `out_dtype`.
+
+        `out_dtype` defaults to the weight's. Routers and the head ask for fp32: precision must not be lost
+        there.
+        """
+        ...
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+        """Pack `gate_up` [E, 2I, H] (gate rows first) and `down` [E, H, I]."""
+        ...
+
+    def embedding(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+        """out[t] = table[ids[t]]; ids int64 [T], clamped into the table [V, H]; out [T, H]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
+        """RMS norm of the last dimension in fp32, cast, then scaled by `weight` (None: not scaled).
+
+        [T, H] for the norm of a row, [T, heads, D] for a norm of each head; out may be x.
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """residual += x, then out = rms_norm(residual); all [T, H]."""
+        ...
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """Layer norm with bias over the last dimension, computed in fp32."""
+        ...
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        """residual += x, then out = layer_norm(residual); all [T, H]."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor) -> None:
+        """out [T, N] = x [T, K] @ weight.T + bias."""
+        ...
+
+    def rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        """Rotate q [T, Hq, D] and k [T, Hkv, D] in place, in fp32.
+
+        `table` is fp32 [max_positions, R]: R/2 cosines, then R/2 sines; dimensions past R pass through. Pairs
+        are (i, i + R/2), or (2i, 2i + 1) when `interleaved`. Positions int64 [T]; those of pad rows are
+        clamped.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """out [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:], in fp32."""
+        ...
+
+    def moe_experts(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        experts: PackedExperts,
+        weights_on_input: bool,
+        out: torch.Tensor,
+    ) -> None:
+        """out[t] = sum over k of weight[t, k] * expert[id[t, k]](x[t]).
+
+        x and out [T, H]; weights fp32 and ids int32 [T, K], -1 for nobody. Slots are added in slot order, in
+        fp32; a row without experts is zero. With `weights_on_input` the weight scales x instead of the
+        result.
+        """
+        ...
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x + y, of one shape; out may be x or y."""
+        ...
+
+    def sigmoid_gated_add(
+        self, x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """out [T, H] = x + sigmoid(gate) * y with gate fp32 [T, 1]; out may be x."""
+        ...
+
+    def clamp(self, x: torch.Tensor, limit: float) -> None:
+        """Clamp x into [-limit, limit], in place."""
+        ...
+
+    def scale_by_position(
+        self, q: torch.Tensor, positions: torch.Tensor, floor_scale: float, attn_scale: float
+    ) -> None:
+        """q[t] *= 1 + attn_scale * log1p(floor((positions[t] + 1) / floor_scale)), in place (arXiv
+        2501.19399).
+        """
+        ...
+
+    def gather_rows(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = x[rows[i]]; rows int64 [n]."""
+        ...

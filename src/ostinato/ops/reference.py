@@ -1,0 +1,212 @@
+"""The op set in plain torch: the oracle of the fast kernels, and what runs where there are none.
+
+Knows nothing of models. Its matrix products always run on blocks of `ROW_BLOCK` rows, the last one filled
+with zeros: a BLAS picks another order of summation for another number of rows, so a fixed number is what
+makes a row's bits the same in every bucket, beside every batch-mate, prefilled or decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch.nn.functional import layer_norm, silu
+
+from ostinato.ops.opset import PackedExperts, PackedLinear
+from ostinato.padding import PadContract, align_up
+
+ROW_BLOCK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceLinear:
+    """Plain [N, K] weight and [N] bias, in the dtype the product is computed in."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceExperts:
+    """Plain gate_up [E, 2I, H] and down [E, H, I]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.shape[2]
+
+
+def blocked_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, K] @ weight[N, K].T + bias in blocks of `ROW_BLOCK` rows; [T, N] in the weight's dtype."""
+    rows = x.shape[0]
+    padded = align_up(rows, ROW_BLOCK)
+    blocks = x.new_zeros(padded, x.shape[1], dtype=weight.dtype)
+    blocks[:rows] = x
+    out = torch.empty(padded, weight.shape[0], dtype=weight.dtype, device=x.device)
+    weight_t = weight.t()
+    for start in range(0, padded, ROW_BLOCK):
+        torch.mm(blocks[start : start + ROW_BLOCK], weight_t, out=out[start : start + ROW_BLOCK])
+    if bias is not None:
+        out += bias
+    return out[:rows]
+
+
+def _rms_normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float().contiguous()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    rotary = 2 * cos.shape[-1]
+    part = x[..., :rotary].float()
+    first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if interleaved:
+        x[..., :rotary] = torch.stack(turned, dim=-1).flatten(-2)
+    else:
+        x[..., :rotary] = torch.cat(turned, dim=-1)
+
+
+class ReferenceOps:
+    """`OpSet` in plain torch; see the protocol for what each kernel computes."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        return "reference"
+
+    @property
+    def pad_contracts(self) -> Mapping[str, PadContract]:
+        contract = PadContract("reference.moe_experts", accepts_sentinel=True, writes_zeros=True)
+        return MappingProxyType({"moe_experts": contract})
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> ReferenceLinear:
+        # torch cannot sum bf16 products into an fp32 result here, so an fp32 output asks for fp32 weights.
+        dtype = torch.promote_types(weight.dtype, out_dtype or weight.dtype)
+        return ReferenceLinear(weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype))
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ReferenceExperts:
+        return ReferenceExperts(gate_up.contiguous(), down.contiguous())
+
+    def embedding(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(table, 0, ids.clamp(0, table.shape[0] - 1), out=out)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
+        normed = _rms_normalise(x, eps)
+        out.copy_(normed if weight is None else weight * normed)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        residual += x
+        self.rms_norm(residual, weight, eps, out)
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        out.copy_(layer_norm(x.float(), (x.shape[-1],), weight.float(), bias.float(), eps))
+
+    def add_layer_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+    ) -> None:
+        residual += x
+        self.layer_norm(residual, weight, bias, eps, out)
+
+    def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor) -> None:
+        assert isinstance(weight, ReferenceLinear)
+        out.copy_(blocked_matmul(x, weight.weight, weight.bias))
+
+    def rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        interleaved: bool,
+    ) -> None:
+        rows = table[positions.clamp(0, table.shape[0] - 1)].unsqueeze(1)
+        cos, sin = rows.chunk(2, dim=-1)
+        _rotate(q, cos, sin, interleaved)
+        _rotate(k, cos, sin, interleaved)
+
+    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        out.copy_(silu(gate.contiguous()) * up)
+
+    def moe_experts(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        experts: PackedExperts,
+        weights_on_input: bool,
+        out: torch.Tensor,
+    ) -> None:
+        assert isinstance(experts, ReferenceExperts)
+        slots = torch.zeros(*topk_ids.shape, x.shape[1], dtype=torch.float32, device=x.device)
+        for expert in sorted(set(topk_ids.flatten().tolist())):
+            if expert < 0:
+                continue
+            rows, cols = torch.where(topk_ids == expert)
+            scale = topk_weights[rows, cols].unsqueeze(1)
+            source = x[rows]
+            if weights_on_input:
+                source = source * scale.to(x.dtype)
+            gate_up = blocked_matmul(source, experts.gate_up[expert], None)
+            act = torch.empty(len(rows), experts.intermediate_size, dtype=gate_up.dtype, device=x.device)
+            self.silu_and_mul(gate_up, act)
+            result = blocked_matmul(act, experts.down[expert], None).float()
+            slots[rows, cols] = result if weights_on_input else result * scale
+        total = slots[:, 0]
+        for slot in slots.unbind(1)[1:]:
+            total = total + slot
+        out.copy_(total)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+        torch.add(x, y, out=out)
+
+    def sigmoid_gated_add(
+        self, x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        out.copy_(x.float() + torch.sigmoid(gate) * y.float())
+
+    def clamp(self, x: torch.Tensor, limit: float) -> None:
+        x.clamp_(-limit, limit)
+
+    def scale_by_position(
+        self, q: torch.Tensor, positions: torch.Tensor, floor_scale: float, attn_scale: float
+    ) -> None:
+        scale = torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+        q.copy_(q * scale.view(-1, 1, 1))
+
+    def gather_rows(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        torch.index_select(x, 0, rows, out=out)
