@@ -1,0 +1,146 @@
+"""Rotary position embeddings: what a config says about them, and the table of cosines and sines.
+
+Knows nothing of layers or kernels. Invariant: the table is a function of the position alone; a rope whose
+frequencies would change with a request's length (dynamic, longrope) is fixed for a deployment by its longest
+position, so a token's rotation never depends on what comes after it or on its batch-mates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ostinato.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One rope: its type, base, rotary dimension and the raw parameters of its type.
+
+    `max_positions` is the model's longest context, `original_max_positions` that of its pre-training.
+    """
+
+    rope_type: str
+    theta: float
+    dim: int
+    max_positions: int
+    original_max_positions: int
+    params: Mapping[str, Any]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A numeric parameter; ModelError when it is absent without a default, or no number."""
+        value = self.params.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(
+                f"rope type {self.rope_type!r} needs a number {key!r} in rope_parameters, got {value!r}; "
+                "correct config.json"
+            )
+        return float(value)
+
+
+def rope_table(rope: RopeConfig, num_positions: int) -> torch.Tensor:
+    """fp32 [num_positions, dim]: dim / 2 cosines, then dim / 2 sines, scaled by the type's attention factor.
+
+    Raises ModelError when `num_positions` is more than the model's context.
+    """
+    if num_positions > rope.max_positions:
+        raise ModelError(
+            f"{num_positions} positions are more than the model's {rope.max_positions} "
+            "(max_position_embeddings); lower the context length"
+        )
+    inv_freq, scale = _ROPE_TYPES[rope.rope_type](rope, num_positions)
+    angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
+    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
+
+
+def _exponents(dim: int) -> torch.Tensor:
+    return torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+
+
+def _default(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    return 1.0 / (rope.theta ** _exponents(rope.dim)), 1.0
+
+
+def _linear(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    return _default(rope, num_positions)[0] / rope.number("factor"), 1.0
+
+
+def _llama3(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    inv_freq, _ = _default(rope, num_positions)
+    factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = rope.original_max_positions
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    stretched = torch.where(wavelength > context / low, inv_freq / factor, blended)
+    return torch.where(wavelength < context / high, inv_freq, stretched), 1.0
+
+
+def _yarn(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071): extrapolate fast dimensions, interpolate slow ones, a linear ramp between."""
+    context, dim = rope.original_max_positions, rope.dim
+    factor = rope.number("factor", rope.max_positions / context)
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = dimension_of(rope.number("beta_fast", 32))
+    high = dimension_of(rope.number("beta_slow", 1))
+    if rope.params.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    frequencies = rope.theta ** _exponents(dim)
+    inv_freq = (1.0 / (factor * frequencies)) * ramp + (1.0 / frequencies) * (1 - ramp)
+    return inv_freq, rope.number("attention_factor", _yarn_attention_factor(rope, factor))
+
+
+def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
+    def mscale(multiplier: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+    if rope.params.get("mscale") and rope.params.get("mscale_all_dim"):
+        return mscale(rope.number("mscale")) / mscale(rope.number("mscale_all_dim"))
+    return mscale(1.0)
+
+
+def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): one factor per dimension, a short and a long set.
+
+    The long set is used when the deployment's context exceeds the original one. PhiMoE names the attention
+    factors of both sets (`short_mscale`, `long_mscale`).
+    """
+    context = rope.original_max_positions
+    which = "long" if num_positions > context else "short"
+    factors = rope.params.get(f"{which}_factor")
+    if not isinstance(factors, (list, tuple)) or len(factors) != rope.dim // 2:
+        raise ModelError(
+            f"rope type 'longrope' needs {rope.dim // 2} numbers in {which}_factor; correct config.json"
+        )
+    factor = rope.number("factor", rope.max_positions / context)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    scale = rope.number(f"{which}_mscale", rope.number("attention_factor", default))
+    per_dim = torch.tensor(factors, dtype=torch.float32)
+    return 1.0 / (per_dim * rope.theta ** _exponents(rope.dim)), scale
+
+
+_ROPE_TYPES: Mapping[str, Callable[[RopeConfig, int], tuple[torch.Tensor, float]]] = MappingProxyType(
+    {
+        "default": _default,
+        "linear": _linear,
+        # Dynamic NTK changes nothing within max_position_embeddings, and more is refused.
+        "dynamic": _default,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+    }
+)
+ROPE_TYPES = tuple(_ROPE_TYPES)
