@@ -1,0 +1,236 @@
+"""Engine options: one frozen dataclass, validated when made, from which the command line's flags derive.
+
+The only module that reads the environment, and only when one of its functions is called. It must not import
+torch (a dtype is a string here) or know how an option is carried out. Invariant: an `EngineConfig` that
+exists is consistent; whatever cannot work, alone or in a pair, was refused with its name, its value and the
+remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+from ostinato.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GRAPHS = ("auto", "eager", "tape", "cuda")
+CAPTURES = ("lazy", "startup")
+DEVICES = ("auto", "cpu", "cuda")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+def _option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: int | None = None,
+    flag: bool = True,
+) -> Any:
+    """A field with what validation and the command line need: help, choices, least value, whether it is a
+    flag.
+    """
+    return field(
+        default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "flag": flag}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine. Raises ConfigError naming the field, the value and the remedy.
+
+    `EngineConfig.of(...)` is the usual way in: it refuses unknown names kindly and fills what was left out
+    from the environment. Sizes count tokens unless they say otherwise.
+    """
+
+    model: str | None = _option(
+        None, "Checkpoint directory, hub id, or fetched model; the bundled demo when left out", flag=False
+    )
+    dtype: str = _option("auto", "Weights and activations; auto takes the checkpoint's", choices=DTYPES)
+    device: str = _option("auto", "Where to run; auto takes the GPU when there is one", choices=DEVICES)
+    threads: int | None = _option(None, "CPU threads; all cores when left out", minimum=1)
+    seed: int = _option(0, "Seed of requests that have none of their own", minimum=0, flag=False)
+
+    context_length: int | None = _option(
+        None, "Longest prompt and answer together; the model's own when left out", minimum=2
+    )
+    max_running_requests: int = _option(32, "Requests decoded together at most", minimum=1)
+    max_prefill_tokens: int = _option(4096, "Prompt tokens of one step at most", minimum=1)
+    chunked_prefill_size: int | None = _option(
+        1024, "Prompts longer than this are prefilled in chunks of it; 0 for never", minimum=0
+    )
+    mixed_prefill: bool = _option(False, "Prefill chunks and decode rows share a step")
+
+    page_size: int = _option(16, "Tokens of one KV page", minimum=1)
+    num_pages: int | None = _option(None, "KV pages, instead of --kv-memory", minimum=2)
+    kv_memory: str | int | None = _option(
+        None, "Memory of the KV cache, bytes or like 512MiB; sized for the running requests when left out"
+    )
+    enable_prefix_caching: bool = _option(True, "Reuse the KV of prefixes seen before")
+
+    graph: str = _option("auto", "How steps run: eager, captured tape (CPU), CUDA graphs", choices=GRAPHS)
+    capture: str = _option("lazy", "Capture buckets when first met, or all at startup", choices=CAPTURES)
+    decode_buckets: tuple[int, ...] | None = _option(None, "Decode batch sizes to capture, like 1,2,4,8")
+    prefill_buckets: tuple[int, ...] | None = _option(None, "Prefill token counts to capture, like 64,256")
+    disable_padding: bool = _option(False, "Capture every decode batch size instead of padding to buckets")
+
+    log_level: str = _option("warning", "How much is logged", choices=LOG_LEVELS)
+    progress: bool = _option(True, "Show progress on a terminal")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            self._check(spec)
+        if self.chunked_prefill_size == 0:
+            object.__setattr__(self, "chunked_prefill_size", None)
+        for refused, message in _COMBINATIONS:
+            if refused(self):
+                raise ConfigError(message(self))
+
+    @classmethod
+    def of(cls, *, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
+        """From options by name, then the environment (`OSTINATO_*`), then defaults. None means "left out".
+
+        Raises ConfigError for a name that is no option, with the closest one that is.
+        """
+        _refuse_unknown(options)
+        given = {name: value for name, value in options.items() if value is not None}
+        return cls(**(environment_options(environ) | given))
+
+    def replace(self, **options: Any) -> Self:
+        """A copy with some options changed; unknown names are refused as in `of`."""
+        _refuse_unknown(options)
+        return dataclasses.replace(self, **options)
+
+    @property
+    def kv_memory_bytes(self) -> int | None:
+        """`kv_memory` in bytes."""
+        return None if self.kv_memory is None else parse_bytes(self.kv_memory, name="kv_memory")
+
+    def _check(self, spec: Field[Any]) -> None:
+        value, choices, minimum = getattr(self, spec.name), spec.metadata["choices"], spec.metadata["minimum"]
+        if value is None and "None" in str(spec.type):
+            return
+        if spec.name.endswith("_buckets"):
+            object.__setattr__(self, spec.name, _check_buckets(spec.name, value))
+        elif spec.name == "kv_memory":
+            parse_bytes(value, name=spec.name)
+        elif choices is not None:
+            if value not in choices:
+                hint = difflib.get_close_matches(str(value), choices, n=1)
+                meant = f" (did you mean {hint[0]!r}?)" if hint else ""
+                raise ConfigError(
+                    f"{spec.name} {value!r} is unknown{meant}; choose one of {', '.join(choices)}"
+                )
+        elif minimum is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+                raise ConfigError(f"{spec.name} must be a whole number of at least {minimum}, got {value!r}")
+        elif not isinstance(value, bool if spec.type == "bool" else str):
+            kind = "True or False" if spec.type == "bool" else "a string"
+            raise ConfigError(f"{spec.name} must be {kind}, got {value!r}")
+
+
+def _refuse_unknown(options: Mapping[str, Any]) -> None:
+    names = [spec.name for spec in fields(EngineConfig)]
+    for name in options:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(names)}"
+            raise ConfigError(f"unknown option {name!r}; {hint}")
+
+
+_Refused = tuple[Callable[[EngineConfig], bool], Callable[[EngineConfig], str]]
+
+# Pairs that cannot work together, one row each: what is refused, and what to say about it.
+_COMBINATIONS: tuple[_Refused, ...] = (
+    (
+        lambda c: c.num_pages is not None and c.kv_memory is not None,
+        lambda c: f"num_pages {c.num_pages} and kv_memory {c.kv_memory!r} both size the KV cache; give one",
+    ),
+    (
+        lambda c: c.disable_padding and c.decode_buckets is not None,
+        lambda c: (
+            f"disable_padding captures every batch size, decode_buckets names {c.decode_buckets}; drop one"
+        ),
+    ),
+    (
+        lambda c: c.graph == "tape" and c.device == "cuda",
+        lambda c: "graph 'tape' runs on the CPU, device is 'cuda'; use graph 'cuda' or device 'cpu'",
+    ),
+    (
+        lambda c: c.graph == "cuda" and c.device == "cpu",
+        lambda c: "graph 'cuda' needs a GPU, device is 'cpu'; use graph 'tape' or device 'cuda'",
+    ),
+    (
+        lambda c: c.chunked_prefill_size is not None and c.chunked_prefill_size % c.page_size != 0,
+        lambda c: (
+            f"chunked_prefill_size {c.chunked_prefill_size} is no multiple of page_size {c.page_size}; "
+            f"use {max(1, (c.chunked_prefill_size or 0) // c.page_size) * c.page_size}"
+        ),
+    ),
+    (
+        lambda c: c.mixed_prefill and c.chunked_prefill_size is None,
+        lambda c: "mixed_prefill needs chunks and chunked_prefill_size is off; give it a size",
+    ),
+)
+
+
+def parse_bytes(value: str | int, *, name: str = "size") -> int:
+    """A size in bytes from a number or a string like "512MiB" or "2GB". Raises ConfigError naming `name`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKmMgG]i?)?[bB]?)\s*", str(value))
+    size = (
+        0
+        if match is None or isinstance(value, bool)
+        else int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    )
+    if size < 1:
+        raise ConfigError(f"{name} {value!r} is no size; give bytes or a string like '512MiB' or '2GB'")
+    return size
+
+
+def _check_buckets(name: str, value: object) -> tuple[int, ...]:
+    """Sizes as a tuple, from a list or a string like "1,2,4"."""
+    if isinstance(value, str):
+        value = [int(part) if part.strip().isdigit() else part for part in value.split(",")]
+    if not isinstance(value, Iterable):
+        raise ConfigError(f"{name} must be a list of sizes, got {value!r}; for example [1, 2, 4, 8]")
+    sizes = tuple(value)
+    bad = [size for size in sizes if not isinstance(size, int) or isinstance(size, bool) or size < 1]
+    if bad or not sizes:
+        raise ConfigError(
+            f"{name} must hold whole numbers of at least 1, got {bad or 'none'}; for example 1,2,4,8"
+        )
+    return sizes
+
+
+def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Engine options that the environment sets: OSTINATO_MODEL, OSTINATO_THREADS, NO_PROGRESS."""
+    env = os.environ if environ is None else environ
+    options: dict[str, Any] = {}
+    if env.get("OSTINATO_MODEL"):
+        options["model"] = env["OSTINATO_MODEL"]
+    if env.get("OSTINATO_THREADS"):
+        threads = env["OSTINATO_THREADS"]
+        if not threads.isdigit() or int(threads) < 1:
+            raise ConfigError(f"OSTINATO_THREADS must be a whole number of at least 1, got {threads!r}")
+        options["threads"] = int(threads)
+    if env.get("NO_PROGRESS"):
+        options["progress"] = False
+    return options
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where fetched models live: OSTINATO_CACHE_DIR, else `ostinato` in XDG_CACHE_HOME or `~/.cache`."""
+    env = os.environ if environ is None else environ
+    if env.get("OSTINATO_CACHE_DIR"):
+        return Path(env["OSTINATO_CACHE_DIR"]).expanduser()
+    root = Path(env["XDG_CACHE_HOME"]) if env.get("XDG_CACHE_HOME") else Path("~/.cache").expanduser()
+    return root / "ostinato"
