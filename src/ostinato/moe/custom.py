@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.moe.scoring import divide_by_sum, sigmoid, softmax, top_k_ids
+from ostinato.moe.scoring import divide_by_sum, softmax, top_k_ids
+from ostinato.ops.exact import sigmoid
 
 
 class CustomRoutingFunction(Protocol):

@@ -1,9 +1,7 @@
 """Scores and selections shared by all routers: what a logit is worth, and which experts win.
 
-Plain functions of fp32 tensors, one row independent of the others, bit for bit: only ops whose result for an
-element does not depend on its place in memory are used. (Vectorised `sigmoid` and `softplus` of torch on CPU
-are no such ops: the last elements of a buffer go through another `exp`; torch.exp and torch.log1p do not have
-this fault.) Knows nothing of padding. Invariant: ties go to the lowest expert id.
+Plain functions of fp32 tensors. A row depends on itself alone, bit for bit (see `ops.exact`). Knows
+nothing of padding. Invariant: ties go to the lowest expert id.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ from types import MappingProxyType
 
 import torch
 
+from ostinato.ops.exact import sigmoid, softplus
+
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -21,14 +21,9 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x, dim=-1)
 
 
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + exp(-x)), elementwise; the same bits wherever the element stands."""
-    return 1.0 / (1.0 + torch.exp(-x))
-
-
 def sqrtsoftplus(x: torch.Tensor) -> torch.Tensor:
-    """sqrt(log(1 + exp(x))), elementwise, without overflow: max(x, 0) + log1p(exp(-|x|)) under the root."""
-    return torch.sqrt(x.clamp_min(0.0) + torch.log1p(torch.exp(-x.abs())))
+    """sqrt(log(1 + exp(x))), elementwise."""
+    return torch.sqrt(softplus(x))
 
 
 def raw_logits(x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch.nn.functional import layer_norm, silu
+from torch.nn.functional import layer_norm
 
+from ostinato.ops.exact import sigmoid, silu
 from ostinato.ops.opset import PackedExperts, PackedLinear
 from ostinato.padding import PadContract, align_up
 
@@ -160,7 +161,7 @@ class ReferenceOps:
 
     def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
-        out.copy_(silu(gate.contiguous()) * up)
+        out.copy_(silu(gate) * up)
 
     def moe_experts(
         self,
@@ -197,7 +198,7 @@ class ReferenceOps:
     def sigmoid_gated_add(
         self, x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, out: torch.Tensor
     ) -> None:
-        out.copy_(x.float() + torch.sigmoid(gate) * y.float())
+        out.copy_(x.float() + sigmoid(gate) * y.float())
 
     def clamp(self, x: torch.Tensor, limit: float) -> None:
         x.clamp_(-limit, limit)
