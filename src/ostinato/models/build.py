@@ -1,0 +1,269 @@
+"""From a config and a weight source to a `CausalLM`: names, shapes, fusion and packing of weights.
+
+The only place that knows both tensor names and parts. It reads families as data (their names and flags) and
+has no branch on a family's name. Invariant: every parameter of the model is filled from exactly one tensor
+with the shape the config asks for, and every tensor of the checkpoint is used; anything else is a ModelError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ostinato.attention.backend import AttentionBackend, AttentionLayer
+from ostinato.graphs.workspace import Workspace
+from ostinato.models.config import ModelConfig, MoEConfig, read_config
+from ostinato.models.decoder import CausalLM, DecoderLayer
+from ostinato.models.layers import LayerSpec
+from ostinato.models.loader import Progress, WeightSource
+from ostinato.models.parts import Attention, DenseFFN, FeedForward, Norm, QKNorm, Rope
+from ostinato.models.rope import RopeConfig, rope_table
+from ostinato.moe.custom import llama4_routing, phimoe_routing
+from ostinato.moe.layer import MoELayer, SharedExpert, reserve_moe_buffers
+from ostinato.moe.routing import Consumers
+from ostinato.moe.topk import TopKConfig
+from ostinato.ops.opset import OpSet, PackedExperts, PackedLinear
+
+ConsumersOf = Callable[[int], Consumers]
+"""Who reads the routed ids of layer i."""
+
+
+def load_model(
+    path: str | Path,
+    *,
+    ops: OpSet,
+    attention: AttentionBackend,
+    max_num_tokens: int,
+    max_bs: int,
+    config: ModelConfig | None = None,
+    max_positions: int | None = None,
+    consumers: ConsumersOf | None = None,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """Load the checkpoint directory `path`.
+
+    config: what `read_config(path)` gave, when it was read before (to size the KV pool); weights are kept in
+    its dtype. max_num_tokens: the most (padded) rows of a step. max_bs: the most rows of logits.
+    max_positions: the longest context served, the model's own by default. consumers: load statistics and
+    export of each layer.
+
+    Raises ModelError for whatever is wrong with the checkpoint, PadContractError for parts that do not fit.
+    """
+    config = config or read_config(path)
+    family = config.family
+    source = WeightSource(path, renamed=family.renamed, ignored=family.ignored, progress=progress)
+    workspace = Workspace()
+    _reserve(workspace, config, max_num_tokens, max_bs)
+    positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
+    builder = _Builder(config, source, ops, workspace, attention, positions, consumers or _nobody)
+    model = builder.model()
+    source.finish()
+    return model
+
+
+def _nobody(layer_id: int) -> Consumers:
+    return Consumers(layer_id)
+
+
+def _reserve(workspace: Workspace, config: ModelConfig, rows: int, logit_rows: int) -> None:
+    hidden, dtype = config.hidden_size, config.dtype
+    heads = config.num_heads * config.head_dim
+    for name in ("residual", "normed", "delta"):
+        workspace.reserve(name, (rows, hidden), dtype)
+    workspace.reserve("qkv", (rows, heads + 2 * config.num_kv_heads * config.head_dim), dtype)
+    workspace.reserve("attention", (rows, heads), dtype)
+    width = max(layer.intermediate_size for layer in config.layers)
+    workspace.reserve("ffn_gate_up", (rows, 2 * width), dtype)
+    workspace.reserve("ffn_act", (rows, width), dtype)
+    workspace.reserve("head_rows", (logit_rows, hidden), dtype)
+    workspace.reserve("logits", (logit_rows, config.vocab_size), torch.float32)
+    if config.moe is not None:
+        reserve_moe_buffers(
+            workspace,
+            rows,
+            hidden_size=hidden,
+            num_experts=config.moe.num_experts,
+            top_k=config.moe.top_k,
+            dtype=dtype,
+            shared_intermediate_size=config.moe.shared_intermediate_size or 0,
+        )
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Takes tensors from the source and packs them; one use."""
+
+    config: ModelConfig
+    source: WeightSource
+    ops: OpSet
+    workspace: Workspace
+    attention: AttentionBackend
+    positions: int
+    consumers: ConsumersOf
+    _tables: list[tuple[RopeConfig, Rope]] = field(default_factory=list)
+
+    def model(self) -> CausalLM:
+        config, names = self.config, self.config.family.names
+        embedding = self._take(names.embedding, config.vocab_size, config.hidden_size)
+        layers = tuple(self._layer(i, spec) for i, spec in enumerate(config.layers))
+        return CausalLM(
+            config=config,
+            ops=self.ops,
+            workspace=self.workspace,
+            attention=self.attention,
+            embedding=embedding,
+            layers=layers,
+            final_norm=self._norm(names.final_norm),
+            head=self._head(embedding),
+        )
+
+    def _take(self, name: str, *shape: int) -> torch.Tensor:
+        return self.source.take(name, shape, self.config.dtype)
+
+    def _head(self, embedding: torch.Tensor) -> PackedLinear:
+        """Tied when the config says so, unless the file has a head of its own."""
+        config, name = self.config, self.config.family.names.head
+        tied = config.tie_word_embeddings and not self.source.has(f"{name}.weight")
+        weight = embedding if tied else self._take(f"{name}.weight", *embedding.shape)
+        bias = self._take(f"{name}.bias", config.vocab_size) if config.head_bias else None
+        return self.ops.pack_linear(weight, bias, out_dtype=torch.float32)
+
+    def _norm(self, prefix: str) -> Norm:
+        config = self.config
+        weight = self._take(f"{prefix}.weight", config.hidden_size)
+        layer_norm = config.family.norm == "layer"
+        bias = self._take(f"{prefix}.bias", config.hidden_size) if layer_norm else None
+        return Norm(self.ops, weight, bias, config.norm_eps)
+
+    def _linear(
+        self, prefixes: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
+    ) -> PackedLinear:
+        """One packed linear of the stacked rows of several tensors, each [rows[i], width]."""
+        fused = torch.empty(sum(rows), width, dtype=self.config.dtype)
+        fused_bias = torch.empty(sum(rows), dtype=self.config.dtype) if bias else None
+        start = 0
+        for prefix, count in zip(prefixes, rows, strict=True):
+            fused[start : start + count] = self._take(f"{prefix}.weight", count, width)
+            if fused_bias is not None:
+                fused_bias[start : start + count] = self._take(f"{prefix}.bias", count)
+            start += count
+        return self.ops.pack_linear(fused, fused_bias)
+
+    def _layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
+        prefix = self.config.family.names.layers.format(i=index)
+        return DecoderLayer(
+            input_norm=self._norm(f"{prefix}input_layernorm"),
+            attention=self._attention(index, spec, f"{prefix}self_attn."),
+            post_norm=self._norm(f"{prefix}post_attention_layernorm"),
+            ffn=self._moe(index, prefix) if spec.sparse else self._dense(spec, prefix),
+        )
+
+    def _attention(self, index: int, spec: LayerSpec, prefix: str) -> Attention:
+        config = self.config
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        projections = (f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
+        hidden = config.hidden_size
+        return Attention(
+            ops=self.ops,
+            workspace=self.workspace,
+            backend=self.attention,
+            layer=AttentionLayer(
+                index, config.attention_scale, spec.sliding_window, spec.attention_chunk_size
+            ),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            qkv=self._linear(projections, (heads, kv_heads, kv_heads), hidden, config.qkv_bias),
+            out=self._linear((f"{prefix}o_proj",), (hidden,), heads, config.out_bias),
+            qk_norm=self._qk_norm(spec, prefix, heads, kv_heads),
+            rope=None if spec.rope is None else self._rope(spec.rope),
+            clip=config.clip_qkv,
+            temperature=config.temperature if spec.scale_by_position else None,
+        )
+
+    def _qk_norm(self, spec: LayerSpec, prefix: str, heads: int, kv_heads: int) -> QKNorm | None:
+        kind, eps = self.config.qk_norm, self.config.norm_eps
+        if kind == "none":
+            return None
+        if kind == "l2":
+            return None if spec.rope is None else QKNorm(None, None, eps, per_head=True, before_rope=False)
+        sizes = (self.config.head_dim,) * 2 if kind == "head" else (heads, kv_heads)
+        q_weight = self._take(f"{prefix}q_norm.weight", sizes[0])
+        k_weight = self._take(f"{prefix}k_norm.weight", sizes[1])
+        return QKNorm(q_weight, k_weight, eps, per_head=kind == "head", before_rope=True)
+
+    def _rope(self, rope: RopeConfig) -> Rope:
+        """One table per kind of rope, shared by its layers."""
+        for known, made in self._tables:
+            if known == rope:
+                return made
+        made = Rope(rope_table(rope, self.positions), self.config.family.rope_interleaved)
+        self._tables.append((rope, made))
+        return made
+
+    def _dense(self, spec: LayerSpec, prefix: str) -> FeedForward:
+        path, width = f"{prefix}{self.config.family.names.dense_ffn}", spec.intermediate_size
+        gate_up, down = self._gated(path, width, self.config.ffn_bias)
+        return DenseFFN(self.ops, self.workspace, gate_up, down)
+
+    def _gated(self, path: str, width: int, bias: bool) -> tuple[PackedLinear, PackedLinear]:
+        hidden = self.config.hidden_size
+        gate_up = self._linear((f"{path}.gate_proj", f"{path}.up_proj"), (width, width), hidden, bias)
+        return gate_up, self._linear((f"{path}.down_proj",), (hidden,), width, bias)
+
+    def _moe(self, index: int, prefix: str) -> FeedForward:
+        moe, names = self.config.moe, self.config.family.names
+        assert moe is not None
+        router_name = next(
+            (prefix + name for name in names.router if self.source.has(prefix + name)),
+            prefix + names.router[0],
+        )
+        router = self._take(router_name, moe.num_experts, self.config.hidden_size)
+        return MoELayer(
+            ops=self.ops,
+            workspace=self.workspace,
+            topk=_topk(moe),
+            router=self.ops.pack_linear(router, out_dtype=torch.float32),
+            experts=self._experts(moe, prefix),
+            shared=self._shared(moe, prefix),
+            weights_on_input=moe.weights_on_input,
+            consumers=self.consumers(index),
+        )
+
+    def _experts(self, moe: MoEConfig, prefix: str) -> PackedExperts:
+        names = self.config.family.names.experts
+        assert names is not None
+        count, width, hidden = moe.num_experts, moe.intermediate_size, self.config.hidden_size
+        if not names.gate or (names.fused_gate_up and self.source.has(prefix + names.fused_gate_up)):
+            if names.fused_transposed:
+                gate_up = self._take(prefix + names.fused_gate_up, count, hidden, 2 * width).transpose(1, 2)
+                down = self._take(prefix + names.fused_down, count, width, hidden).transpose(1, 2)
+            else:
+                gate_up = self._take(prefix + names.fused_gate_up, count, 2 * width, hidden)
+                down = self._take(prefix + names.fused_down, count, hidden, width)
+            return self.ops.pack_experts(gate_up, down)
+        gate_up = torch.empty(count, 2 * width, hidden, dtype=self.config.dtype)
+        down = torch.empty(count, hidden, width, dtype=self.config.dtype)
+        for e in range(count):
+            gate_up[e, :width] = self._take(prefix + names.gate.format(e=e), width, hidden)
+            gate_up[e, width:] = self._take(prefix + names.up.format(e=e), width, hidden)
+            down[e] = self._take(prefix + names.down.format(e=e), hidden, width)
+        return self.ops.pack_experts(gate_up, down)
+
+    def _shared(self, moe: MoEConfig, prefix: str) -> SharedExpert | None:
+        if moe.shared_intermediate_size is None:
+            return None
+        names = self.config.family.names
+        gate_up, down = self._gated(prefix + names.shared_expert, moe.shared_intermediate_size, bias=False)
+        if not moe.shared_gated:
+            return SharedExpert(gate_up, down)
+        gate = self._take(prefix + names.shared_expert_gate, 1, self.config.hidden_size)
+        return SharedExpert(gate_up, down, self.ops.pack_linear(gate, out_dtype=torch.float32))
+
+
+def _topk(moe: MoEConfig) -> TopKConfig:
+    custom = {None: None, "llama4": llama4_routing, "phimoe": phimoe_routing}[moe.custom]
+    return TopKConfig(top_k=moe.top_k, renormalize=moe.renormalize, custom_routing_function=custom)

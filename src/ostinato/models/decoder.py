@@ -1,0 +1,80 @@
+"""The one decoder: embedding, layers of attention and feed-forward around a residual stream, final norm,
+head.
+
+Composed from parts by `models/build.py`; what a family is shows only in which parts are there. Knows nothing
+of families, files, schedulers or sampling. Invariant: between launches it only takes views of the workspace,
+so the same call runs eagerly, is captured, and is replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.attention.backend import AttentionBackend
+from ostinato.graphs.stream import Stream
+from ostinato.graphs.workspace import Workspace
+from ostinato.models.config import ModelConfig
+from ostinato.models.parts import Attention, DecoderView, FeedForward, Norm
+from ostinato.ops.opset import OpSet, PackedLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """Norm, attention, norm, feed-forward."""
+
+    input_norm: Norm
+    attention: Attention
+    post_norm: Norm
+    ffn: FeedForward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CausalLM:
+    """A loaded model. Its outputs are workspace views: the next call of the same method overwrites them."""
+
+    config: ModelConfig
+    ops: OpSet
+    workspace: Workspace
+    attention: AttentionBackend
+    embedding: torch.Tensor
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Norm
+    head: PackedLinear
+
+    def forward(self, view: DecoderView, stream: Stream) -> torch.Tensor:
+        """Hidden states [T, H] of the T (padded) rows of `view`, the final norm applied; ready for `logits`.
+
+        `attention.plan` must have run for this step. Rows past the real ones hold finite or stale values of
+        no meaning; they never influence a real row, whatever the pads of `view` hold.
+        """
+        rows, size = view.input_ids.shape[0], self.config.hidden_size
+        residual = self.workspace.take("residual", rows, size)
+        normed = self.workspace.take("normed", rows, size)
+        delta = self.workspace.take("delta", rows, size)
+        stream.launch(self.ops.embedding, view.input_ids, self.embedding, residual)
+        for i, layer in enumerate(self.layers):
+            if i == 0:
+                layer.input_norm.apply(stream, residual, normed)
+            else:
+                layer.input_norm.add_and_apply(stream, delta, residual, normed)
+            layer.attention.forward(stream, normed, view, delta)
+            layer.post_norm.add_and_apply(stream, delta, residual, normed)
+            layer.ffn.forward(stream, normed, view.num_token_non_padded, delta)
+        self.final_norm.add_and_apply(stream, delta, residual, normed)
+        return normed
+
+    def select_rows(self, hidden: torch.Tensor, rows: torch.Tensor, stream: Stream) -> torch.Tensor:
+        """hidden[rows] as a workspace view [n, H]; rows int64 [n], n at most the reserved number of logit
+        rows.
+        """
+        out = self.workspace.take("head_rows", rows.shape[0], hidden.shape[1])
+        stream.launch(self.ops.gather_rows, hidden, rows, out)
+        return out
+
+    def logits(self, hidden_rows: torch.Tensor, stream: Stream) -> torch.Tensor:
+        """fp32 [n, vocab] of normed hidden rows [n, H]."""
+        out = self.workspace.take("logits", hidden_rows.shape[0], self.config.vocab_size)
+        stream.launch(self.ops.linear, hidden_rows, self.head, out)
+        return out

@@ -1,0 +1,158 @@
+"""The parts a decoder layer is composed from: norms, attention, dense feed-forward.
+
+Each part holds packed weights and launches kernels into workspace buffers; nothing here allocates or reads
+device data, so everything may be captured. Knows nothing of families, files or schedulers. Invariant: a part
+treats rows one by one, except attention, whose backend leaves pad rows out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ostinato.attention.backend import AttentionBackend, AttentionLayer, AttentionView
+from ostinato.graphs.stream import Stream
+from ostinato.graphs.workspace import Workspace
+from ostinato.ops.opset import OpSet, PackedLinear
+
+
+class DecoderView(AttentionView, Protocol):
+    """The fields of a (padded) batch that a decoder reads; see `ForwardBatch` for their meaning."""
+
+    @property
+    def input_ids(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def num_token_non_padded(self) -> torch.Tensor | None: ...
+
+
+class FeedForward(Protocol):
+    """Dense or sparse: x [T, H] -> out [T, H], two different buffers."""
+
+    def forward(
+        self, stream: Stream, x: torch.Tensor, num_token_non_padded: torch.Tensor | None, out: torch.Tensor
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """RMS norm, or layer norm where there is a bias."""
+
+    ops: OpSet
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+    def apply(self, stream: Stream, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out = norm(x)."""
+        if self.bias is None:
+            stream.launch(self.ops.rms_norm, x, self.weight, self.eps, out)
+        else:
+            stream.launch(self.ops.layer_norm, x, self.weight, self.bias, self.eps, out)
+
+    def add_and_apply(
+        self, stream: Stream, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """residual += x, then out = norm(residual)."""
+        if self.bias is None:
+            stream.launch(self.ops.add_rms_norm, x, residual, self.weight, self.eps, out)
+        else:
+            stream.launch(self.ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """A rotation of queries and keys; `table` as `rope_table` makes it."""
+
+    table: torch.Tensor
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QKNorm:
+    """RMS norm of queries and keys, without weights where they are None (L2 norm times sqrt(D)).
+
+    per_head: over each head's D, else over all heads together. before_rope: where it stands.
+    """
+
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    per_head: bool
+    before_rope: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """qkv projection, norms and rotation of queries and keys, paged attention, output projection.
+
+    clip: bound of |q|, |k|, |v| before rope. temperature: (floor_scale, attn_scale) of queries by position.
+    """
+
+    ops: OpSet
+    workspace: Workspace
+    backend: AttentionBackend
+    layer: AttentionLayer
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv: PackedLinear
+    out: PackedLinear
+    qk_norm: QKNorm | None
+    rope: Rope | None
+    clip: float | None
+    temperature: tuple[float, float] | None
+
+    def forward(self, stream: Stream, x: torch.Tensor, view: DecoderView, out: torch.Tensor) -> None:
+        """x [T, H] -> out [T, H]."""
+        rows, dim = x.shape[0], self.head_dim
+        fused = self.workspace.take("qkv", rows, self.qkv.out_features)
+        stream.launch(self.ops.linear, x, self.qkv, fused)
+        # Views of the fused projection: rows are strided, heads are not.
+        k_start = self.num_heads * dim
+        v_start = k_start + self.num_kv_heads * dim
+        q = fused[:, :k_start].view(rows, self.num_heads, dim)
+        k = fused[:, k_start:v_start].view(rows, self.num_kv_heads, dim)
+        v = fused[:, v_start:].view(rows, self.num_kv_heads, dim)
+        if self.qk_norm is not None and self.qk_norm.before_rope:
+            self._normalise(stream, self.qk_norm, q, k)
+        if self.clip is not None:
+            stream.launch(self.ops.clamp, fused, self.clip)
+        if self.rope is not None:
+            stream.launch(self.ops.rope, q, k, view.positions, self.rope.table, self.rope.interleaved)
+        if self.qk_norm is not None and not self.qk_norm.before_rope:
+            self._normalise(stream, self.qk_norm, q, k)
+        if self.temperature is not None:
+            stream.launch(self.ops.scale_by_position, q, view.positions, *self.temperature)
+        mixed = self.workspace.take("attention", rows, self.num_heads, dim)
+        self.backend.forward(stream, self.layer, q, k, v, view, mixed)
+        stream.launch(self.ops.linear, mixed.view(rows, k_start), self.out, out)
+
+    def _normalise(self, stream: Stream, norm: QKNorm, q: torch.Tensor, k: torch.Tensor) -> None:
+        for x, weight in ((q, norm.q_weight), (k, norm.k_weight)):
+            over = x if norm.per_head else x.view(x.shape[0], x.shape[1] * x.shape[2])
+            stream.launch(self.ops.rms_norm, over, weight, norm.eps, over)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseFFN:
+    """Gated SiLU feed-forward: gate_up H -> 2I (gate rows first), down I -> H."""
+
+    ops: OpSet
+    workspace: Workspace
+    gate_up: PackedLinear
+    down: PackedLinear
+
+    def forward(
+        self, stream: Stream, x: torch.Tensor, num_token_non_padded: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        """x [T, H] -> out [T, H]; pad rows are computed like any other."""
+        rows = x.shape[0]
+        gate_up = self.workspace.take("ffn_gate_up", rows, self.gate_up.out_features)
+        act = self.workspace.take("ffn_act", rows, self.down.in_features)
+        stream.launch(self.ops.linear, x, self.gate_up, gate_up)
+        stream.launch(self.ops.silu_and_mul, gate_up, act)
+        stream.launch(self.ops.linear, act, self.down, out)
