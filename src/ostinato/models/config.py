@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,11 +84,11 @@ class ModelConfig:
         return float(self.head_dim**-0.5)
 
 
-def read_config(path: str | Path) -> ModelConfig:
+def read_config(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelConfig:
     """Read `config.json` and, if present, `generation_config.json` of a checkpoint directory.
 
-    Raises ModelError for a missing or damaged file, an unknown architecture or rope type, or an unusable
-    value.
+    `dtype` replaces the checkpoint's own: weights and activations are kept in it. Raises ModelError for a
+    missing or damaged file, an unknown architecture or rope type, or an unusable value.
     """
     directory = Path(path)
     if not (directory / "config.json").is_file():
@@ -96,11 +96,12 @@ def read_config(path: str | Path) -> ModelConfig:
             f"{directory} has no config.json; give the directory of a Hugging Face checkpoint, or a hub id"
         )
     generation = directory / "generation_config.json"
-    return parse_config(
+    config = parse_config(
         _read_json(directory / "config.json"),
         _read_json(generation) if generation.is_file() else {},
         origin=str(directory / "config.json"),
     )
+    return config if dtype is None else replace(config, dtype=dtype)
 
 
 def parse_config(
