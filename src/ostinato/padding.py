@@ -2,7 +2,7 @@
 
 Two facts are stored, everything else is derived: how many rows are real in each data-parallel group, and the
 padded width they run in. Nobody else compares an `arange` with a count (a structure test walks the source).
-This module knows nothing of models, devices or schedulers; it uses torch only through the tensors it is given.
+It knows nothing of models, devices or schedulers and uses torch only through the tensors it is given.
 Invariant: shard boundaries come from the PADDED width alone, and the host and device twins agree bit for bit.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, overload
 
@@ -48,7 +48,8 @@ class StepShape:
     """The decision about one step: how many rows are real, and how wide it runs.
 
     `num_tokens` holds the real rows of every data-parallel rank (one entry without data parallelism),
-    `padded_num_tokens` and `padded_bs` the widths that this rank executes.
+    `padded_num_tokens` and `padded_bs` the widths that this rank executes. `eager_reason` is empty when a
+    graph of this key may serve the step, else it says in a few words why none may.
     """
 
     mode: StepMode
@@ -59,6 +60,7 @@ class StepShape:
     variant: str = ""
     stream_index: int = 0
     dp_rank: int = 0
+    eager_reason: str = ""
 
     def __post_init__(self) -> None:
         assert self.raw_num_tokens <= self.padded_num_tokens, (self.raw_num_tokens, self.padded_num_tokens)
@@ -119,30 +121,118 @@ def align_up(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
 
 
-def bucket_alignment(*, attn_tp_size: int = 1, page_size: int = 1, tokens_per_request: int = 1) -> int:
-    """The alignment every bucket needs: lcm of what will split or page its rows."""
-    return math.lcm(attn_tp_size, page_size, tokens_per_request)
+class DpPaddingMode(enum.Enum):
+    """How rows of data-parallel ranks share one buffer: equal slots, or exact offsets."""
+
+    MAX_LEN = "max_len"
+    SUM_LEN = "sum_len"
 
 
-def default_decode_sizes(max_bs: int, *, tokens_per_request: int = 1, padding: bool = True) -> list[int]:
-    """Default decode buckets up to `max_bs` (behaviour reference, section 3.1)."""
-    if not padding:
-        return list(range(1, max_bs + 1))
-    if tokens_per_request > 1:
-        sizes = [*range(1, 9), *range(10, 33, 2), *range(36, 65, 4), *range(72, 257, 8)]
-        sizes += range(272, max(max_bs, 272) + 16, 16)
+class DpCounts(NamedTuple):
+    """Rows of each data-parallel rank: real ones (`unpadded`), and as the gathered buffer holds them."""
+
+    mode: DpPaddingMode
+    unpadded: tuple[int, ...]
+    padded: tuple[int, ...]
+
+
+def pad_dp_counts(
+    counts: Sequence[int],
+    *,
+    attn_tp_size: int = 1,
+    is_extend: bool = False,
+    mode: DpPaddingMode | None = None,
+) -> DpCounts:
+    """Lay out the UNPADDED counts of all ranks (docs/behaviour.md, section 1.8); pure, so equal on each rank.
+
+    Counts are rounded up to the attention-TP size first. Unless `mode` is given, extend steps of several
+    ranks take exact offsets, others equal slots as soon as those waste no more than half of the buffer.
+    """
+    aligned = tuple(align_up(n, attn_tp_size) for n in counts)
+    n, top, total = len(aligned), max(aligned), sum(aligned)
+    if mode is None:
+        exact = (is_extend and n > 1) or 2 * total < top * n
+        mode = DpPaddingMode.SUM_LEN if exact else DpPaddingMode.MAX_LEN
+    return DpCounts(mode, tuple(counts), (top,) * n if mode is DpPaddingMode.MAX_LEN else aligned)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRules:
+    """All that decides a step's width besides its counts; fixed at start, equal on every rank.
+
+    `decode_gather`, `extend_gather`: steps of that kind gather rows over data-parallel ranks, so all ranks
+    run one width under one verdict. `max_extend_bs`: request slots of the extend graphs. `max_pad_factor`: an
+    extend bucket of more than that many times the real rows is refused. `padding` off: exact sizes only.
+    """
+
+    decode: Buckets
+    extend: Buckets
+    tokens_per_request: int = 1
+    attn_tp_size: int = 1
+    max_extend_bs: int | None = None
+    padding: bool = True
+    mixed_eager: bool = False
+    max_pad_factor: int = 2
+    decode_gather: bool = False
+    extend_gather: bool = False
+
+
+def decide_shape(
+    mode: StepMode,
+    num_tokens: Sequence[int],
+    bs: int,
+    rules: ShapeRules,
+    *,
+    dp_rank: int = 0,
+    variant: str = "",
+    stream_index: int = 0,
+    reject: str = "",
+) -> StepShape:
+    """The one decision about a step, made at admission and for the forward: its widths, and graph or eager.
+
+    `mode` is what will run, `num_tokens` the real rows of every data-parallel rank, `bs` the own requests.
+    `reject` is the caller's own reason against a graph; under a gather it must be gathered as well. A step
+    that no graph serves runs at its own rows (aligned), with the reason in `eager_reason`.
+    """
+    per_row = 1 if mode.is_extend else rules.tokens_per_request
+    gather = rules.extend_gather if mode.is_extend else rules.decode_gather
+    seen = tuple(num_tokens) if gather else (num_tokens[dp_rank],)
+    size, reason = _bucket(mode, [-(-n // per_row) for n in seen], bs, rules, gather)
+    reason = reject or reason
+    if not reason:
+        tokens = size * per_row
+        padded_bs = size if not mode.is_extend else max(rules.max_extend_bs or 0, bs)
     else:
-        sizes = [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16)]
-        sizes += range(512, max(max_bs, 512) + 32, 32)
-    return sizes
+        counts = pad_dp_counts(seen, attn_tp_size=rules.attn_tp_size, is_extend=mode.is_extend)
+        tokens = align_up(counts.padded[dp_rank if gather else 0], math.lcm(rules.attn_tp_size, per_row))
+        padded_bs = bs if mode.is_extend else tokens // per_row
+    return StepShape(
+        mode, tuple(num_tokens), bs, tokens, padded_bs, variant, stream_index, dp_rank, eager_reason=reason
+    )
 
 
-def default_prefill_sizes(max_num_tokens: int) -> list[int]:
-    """Default prefill token buckets up to `max_num_tokens` (behaviour reference, section 3.1)."""
-    sizes = [*range(4, 33, 4), *range(48, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
-    sizes += range(1280, 4097, 256)
-    sizes += range(4608, max(max_num_tokens, 4608) + 512, 512)
-    return sizes
+def _bucket(mode: StepMode, sizes: list[int], bs: int, rules: ShapeRules, gather: bool) -> tuple[int, str]:
+    """The bucket that holds the largest of `sizes` (one per rank seen), or a reason to run eager."""
+    buckets = rules.extend if mode.is_extend else rules.decode
+    # The maximum over ranks, never the sum: each rank runs its own rows at this width.
+    bucket = buckets.fit(max(sizes))
+    if not buckets.sizes:
+        return 0, "no buckets"
+    if bucket is None:
+        return 0, "above the largest bucket"
+    if not rules.padding and bucket != max(sizes):
+        return 0, "no exact bucket"
+    if not mode.is_extend:
+        return bucket, ""
+    if mode is StepMode.MIXED and rules.mixed_eager:
+        return 0, "mixed batch"
+    if gather and min(sizes) == 0:
+        return 0, "rank without tokens"
+    if rules.max_extend_bs is not None and bs > rules.max_extend_bs:
+        return 0, "too many requests"
+    if any((buckets.fit(n) or 0) > rules.max_pad_factor * n for n in sizes if n):
+        return 0, "too much padding"
+    return bucket, ""
 
 
 def attn_tp_shard_bounds(
@@ -194,8 +284,8 @@ def local_num_token_non_padded(
 ) -> int | torch.Tensor:
     """Real rows among those this attention-TP rank feeds to MoE: `clamp(global - offset, 0, chunk)`.
 
-    `num_token_non_padded` is the GLOBAL count of the rank's data-parallel group, as a host int or as an integer
-    device tensor; the tensor form makes a new tensor without a host read, so it may run under capture.
+    `num_token_non_padded` is the GLOBAL count of the rank's data-parallel group, as a host int or as an
+    integer device tensor; the latter makes a new tensor without a host read, so it may run under capture.
     """
     offset, chunk = attn_tp_shard_bounds(
         padded_num_tokens, attn_tp_rank=attn_tp_rank, attn_tp_size=attn_tp_size, sharded=sharded
@@ -216,8 +306,8 @@ def real_row_mask(num_token_non_padded: torch.Tensor, num_rows: int) -> torch.Te
 def gathered_row_mask(real_counts: torch.Tensor, rows_per_slot: int) -> torch.Tensor:
     """Bool [dp * rows_per_slot] for a MAX_LEN gathered buffer: row r is real iff (r mod M) < real[r // M].
 
-    `real_counts` holds the UNPADDED count of every data-parallel rank, [dp], on device. A prefix count is wrong
-    here: real rows are not a prefix of the gathered buffer.
+    `real_counts` holds the UNPADDED count of every data-parallel rank, [dp], on device. A prefix count is
+    wrong here: real rows are not a prefix of the gathered buffer.
     """
     import torch
 
@@ -254,11 +344,11 @@ def check_pad_contracts(producer: PadContract, consumer: PadContract) -> None:
     if not (by_id or by_count):
         says = "sentinel ids" if producer.emits_sentinel else "a count" if producer.emits_count else "nothing"
         raise PadContractError(
-            f"{producer.name} marks pads by {says}, which {consumer.name} does not honour; choose a pair of which "
-            "one side emits what the other accepts"
+            f"{producer.name} marks pads by {says}, which {consumer.name} does not honour; choose a pair "
+            "of which one side emits what the other accepts"
         )
     if not consumer.writes_zeros:
         raise PadContractError(
-            f"{consumer.name} does not promise zeros in rows that go nowhere, so pads would carry stale values "
-            "into the next layer; choose a kernel that declares writes_zeros"
+            f"{consumer.name} does not promise zeros in rows that go nowhere, so pads would carry stale "
+            "values into the next layer; choose a kernel that declares writes_zeros"
         )
