@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,15 @@ def _load(name: str) -> ModuleType:
         sys.modules[qualified] = module
         spec.loader.exec_module(module)
     return sys.modules[qualified]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices are tiny here: a second thread only waits, for long where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +74,6 @@ def oracle(checkpoints: ModuleType, checkpoint: Callable[[str], Path]) -> Callab
 
 
 @pytest.fixture(autouse=True)
-def _no_grad() -> Any:
+def _no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield

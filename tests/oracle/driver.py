@@ -9,7 +9,7 @@ import torch
 
 from ostinato.attention import ReferenceAttention
 from ostinato.graphs.stream import EagerStream
-from ostinato.models import CausalLM, load_model, read_config
+from ostinato.models import CausalLM, ModelConfig, load_model, read_config
 from ostinato.ops import ReferenceOps
 from ostinato.padding import StepMode, StepShape
 
@@ -78,8 +78,9 @@ class Driver:
         *,
         padding: int = 0,
         dtype: torch.dtype | None = None,
+        config: ModelConfig | None = None,
     ) -> Driver:
-        config = read_config(path, dtype=dtype)
+        config = config or read_config(path, dtype=dtype)
         cache = Cache.of(
             config.num_layers, config.num_kv_heads, config.head_dim, requests, length, config.dtype
         )
