@@ -38,32 +38,39 @@ def llama4_routing(
     return sigmoid(gating_output.gather(-1, ids)), ids
 
 
-PHIMOE_JITTER_EPS = 0.01
-
-
-def phimoe_routing(
-    hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True, slots=True)
+class PhimoeRouting:
     """Phi-3.5-MoE: two rounds of SparseMixer as in evaluation (arXiv 2310.00811, transformers `sparsemixer`).
 
-    In each round the best expert is weighed by a softmax over those within a relative distance of 2 * eps;
-    the second round leaves the first expert out. Weights are not normalised over the two.
+    In each round the best expert is weighed by a softmax over those within a relative distance of
+    2 * `jitter_eps` (`router_jitter_noise` in the model's config); the second leaves the first expert out.
+    Weights are not normalised over the two.
     """
-    _refuse_renormalize("PhiMoE", renormalize)
-    if topk != 2:
-        raise ConfigError(f"PhiMoE routing chooses exactly 2 experts per token, top_k is {topk}; set it to 2")
-    first_weight, first = _sparsemixer_round(gating_output, gating_output)
-    rest = gating_output.scatter(-1, first, float("-inf"))
-    second_weight, second = _sparsemixer_round(gating_output, rest)
-    return torch.cat((first_weight, second_weight), dim=-1), torch.cat((first, second), dim=-1)
+
+    jitter_eps: float = 0.01
+
+    def __call__(
+        self, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _refuse_renormalize("PhiMoE", renormalize)
+        if topk != 2:
+            raise ConfigError(
+                f"PhiMoE routing chooses exactly 2 experts per token, top_k is {topk}; set it to 2"
+            )
+        first_weight, first = self._round(gating_output, gating_output)
+        rest = gating_output.scatter(-1, first, float("-inf"))
+        second_weight, second = self._round(gating_output, rest)
+        return torch.cat((first_weight, second_weight), dim=-1), torch.cat((first, second), dim=-1)
+
+    def _round(self, x: torch.Tensor, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One round: (weight [N, 1], id [N, 1]) of the best of `candidates`, distances measured on `x`."""
+        best = candidates.argmax(dim=-1, keepdim=True)  # the first of equal maxima
+        m = candidates.gather(-1, best)
+        far = (m - x) / torch.maximum(x.abs(), m) > 2 * self.jitter_eps
+        return softmax(candidates.masked_fill(far, float("-inf"))).gather(-1, best), best
 
 
-def _sparsemixer_round(x: torch.Tensor, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One round: (weight [N, 1], id [N, 1]) of the best of `candidates`, distances measured on `x`."""
-    best = candidates.argmax(dim=-1, keepdim=True)  # the first of equal maxima
-    m = candidates.gather(-1, best)
-    far = (m - x) / torch.maximum(x.abs(), m) > 2 * PHIMOE_JITTER_EPS
-    return softmax(candidates.masked_fill(far, float("-inf"))).gather(-1, best), best
+phimoe_routing = PhimoeRouting()
 
 
 @dataclass(frozen=True, slots=True)
