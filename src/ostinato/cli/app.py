@@ -1,0 +1,94 @@
+"""The typer application: its commands, and the one place where an error becomes a line and an exit code.
+
+Must not import torch or the engine. Invariant: no traceback for what a user did; a bug keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ostinato import __version__
+from ostinato.cli import bench, chat, fetch, generate
+from ostinato.errors import OstinatoError
+
+# Root of what the parser raises at users; typer has no public name for it.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+USER_ERROR = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class _Group(TyperGroup):
+    """Runs a command and turns its outcome into an exit code."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(*args, **extra)
+        except OstinatoError as error:
+            code = _fail(str(error))
+        except _UsageError as error:
+            code = _fail(_usage(error))
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except BrokenPipeError:
+            sys.stdout = None  # type: ignore[assignment]  # nobody reads it: no flush at exit
+            code = BROKEN_PIPE
+        except OSError as error:
+            code = _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> int:
+    print(f"ostinato: error: {' '.join(message.split())}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _usage(error: Any) -> str:
+    """The parser's message, and where to read more."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "ostinato"
+    return f"{error.format_message().rstrip('.')}; see `{path} --help`"
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="ostinato",
+    help="LLM inference whose answers repeat exactly, whatever is played around them.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ostinato {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("fetch")(fetch.fetch)
+app.command("bench")(bench.bench)
+
+
+def main() -> None:
+    """Entry point of the `ostinato` script."""
+    app(prog_name="ostinato")

@@ -1,0 +1,333 @@
+"""The command line, over a fake engine: what goes where, exit codes, and one line for every user's error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from ostinato.engine.request import SamplingParams
+from typer.testing import CliRunner
+
+import ostinato
+from ostinato.cli import app
+from ostinato.cli.flags import SAMPLING_FLAGS
+from ostinato.config import EngineConfig
+from ostinato.errors import RequestError
+
+
+class FakeLLM:
+    """Answers with the words of the prompt, upper case, one per step."""
+
+    made: list[FakeLLM]
+
+    def __init__(self, model: str | None = None, *, config: EngineConfig | None = None) -> None:
+        assert config is not None
+        self.config = config
+        self.asked: list[Any] = []
+        self.params: list[SamplingParams] = []
+        self.closed = False
+        self.tokenizer = SimpleNamespace(vocab_size=50, special_ids=frozenset({0, 1}))
+        self.made.append(self)
+
+    def generate_stream(self, prompt: Any, params: SamplingParams) -> Iterator[SimpleNamespace]:
+        self.asked.append(prompt)
+        self.params.append(params)
+        if "poison" in prompt:
+            raise RequestError("the prompt has 9 tokens, the context 8; shorten the prompt")
+        words = prompt.upper().split()[: params.max_tokens]
+        for count in range(1, len(words) + 1):
+            if words[count - 1] == "^C":
+                raise KeyboardInterrupt
+            finish = "stop" if count == len(words) else None
+            yield output(prompt.split(), " ".join(words[:count]), count, finish, params.n)
+
+    def chat_stream(self, messages: Any, params: SamplingParams) -> Iterator[SimpleNamespace]:
+        yield from self.generate_stream(messages[-1]["content"], params)
+        self.asked[-1] = messages
+
+    def generate(
+        self, prompts: Any, params: SamplingParams, *, progress: bool = True
+    ) -> list[SimpleNamespace]:
+        self.asked.append(prompts)
+        self.params.append(params)
+        return [output(prompt, "x", params.max_tokens, "length", 1) for prompt in prompts]
+
+    def stats(self) -> dict[str, Any]:
+        return {"replays": 3}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def output(prompt: list[Any], text: str, count: int, finish: str | None, n: int) -> SimpleNamespace:
+    choices = [
+        SimpleNamespace(
+            index=index, text=text, token_ids=list(range(count)), finish_reason=finish, logprobs=None
+        )
+        for index in range(n)
+    ]
+    return SimpleNamespace(prompt_token_ids=prompt, outputs=choices)
+
+
+@pytest.fixture
+def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
+    """Engines made by commands; the real one is not imported."""
+    module = ModuleType("ostinato.engine.llm")
+    module.LLM = FakeLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ostinato.engine.llm", module)
+    monkeypatch.delitem(sys.modules, "ostinato.cli.measure", raising=False)
+    monkeypatch.setattr(FakeLLM, "made", [], raising=False)
+    for name in ("OSTINATO_MODEL", "OSTINATO_THREADS", "NO_PROGRESS"):
+        monkeypatch.delenv(name, raising=False)
+    return FakeLLM.made
+
+
+def run(*args: str, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(args), input=stdin, prog_name="ostinato")
+
+
+def error_of(result: Any, code: int = 2) -> str:
+    """The one line of a user's error."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("ostinato: error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_generate_prints_the_text_and_nothing_else(llms: list[FakeLLM]) -> None:
+    result = run("generate", "it is a truth")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "IT IS A TRUTH\n", "")
+    assert llms[0].closed
+    assert llms[0].config == EngineConfig(progress=False)
+
+
+def test_generate_reads_stdin(llms: list[FakeLLM]) -> None:
+    assert run("generate", "-", stdin="one two").stdout == "ONE TWO\n"
+
+
+def test_flags_reach_the_engine_and_the_sampler(llms: list[FakeLLM]) -> None:
+    args = "--graph tape --threads 2 --decode-buckets 1,2 --no-prefix-caching --mixed-prefill "
+    args += "--kv-memory 1MiB -m here"
+    sampling = "--max-tokens 2 -t 0.5 --seed 7 --top-p 0.9 --top-k 3 --stop a --stop b "
+    sampling += "--stop-token-id 4 --ignore-eos"
+    result = run("generate", "a b c", *args.split(), *sampling.split())
+    assert result.stdout == "A B\n"
+    assert llms[0].config == EngineConfig(
+        model="here",
+        graph="tape",
+        threads=2,
+        decode_buckets=(1, 2),
+        enable_prefix_caching=False,
+        mixed_prefill=True,
+        kv_memory="1MiB",
+        progress=False,
+    )
+    params = llms[0].params[0]
+    assert (params.max_tokens, params.temperature, params.seed) == (2, 0.5, 7)
+    assert (params.top_p, params.top_k, params.ignore_eos) == (0.9, 3, True)
+    assert list(params.stop) == ["a", "b"]
+    assert list(params.stop_token_ids) == [4]
+
+
+def test_json_is_one_object_and_all_of_stdout(llms: list[FakeLLM]) -> None:
+    result = run("generate", "a b c", "--json")
+    assert result.stdout.count("\n") == 1
+    value = json.loads(result.stdout)
+    assert (value["text"], value["token_ids"], value["finish_reason"]) == ("A B C", [0, 1, 2], "stop")
+    assert value["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert value["stats"] == {"replays": 3}
+    assert set(value["timings"]) >= {"load_s", "first_token_s", "generate_s", "decode_tokens_per_s"}
+
+
+def test_several_answers_are_printed_at_the_end(llms: list[FakeLLM]) -> None:
+    assert run("generate", "a b", "--n", "2").stdout == "[0] A B\n\n[1] A B\n"
+    value = json.loads(run("generate", "a b", "--n", "2", "--json").stdout)
+    assert [choice["text"] for choice in value["choices"]] == ["A B", "A B"]
+    assert value["usage"]["completion_tokens"] == 4
+
+
+def test_generate_through_the_chat_template(llms: list[FakeLLM]) -> None:
+    run("generate", "hello", "--chat", "--system", "Be brief.")
+    assert llms[0].asked == [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generate"], "Missing argument"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "x", "--system", "y"], "--system needs --chat"),
+        (["generate", "x", "--zzzz"], "No such option: --zzzz; see `ostinato generate --help`"),
+        (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
+        (["generate", "x", "--max-tokens", "0"], "max_tokens"),
+        (["generate", "x", "--max-tokens", "-3"], "max_tokens"),
+        (["generate", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--dtype", "float8"], "dtype 'float8' is unknown"),
+        (["generate", "x", "--graph", "cuda", "--device", "cpu"], "use graph 'tape' or device 'cuda'"),
+        (["generate", "poison"], "shorten the prompt"),
+        (["chat", "--page-size", "0"], "page_size must be"),
+        (["bench", "everything"], "there is no benchmark 'everything'"),
+        (["bench", "--batch", "0"], "--batch"),
+        (["bench", "replay", "--graph", "eager"], "nothing to replay"),
+        (["fetch", "gpt5"], "smollm2"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+    ],
+)
+def test_a_users_error_is_one_line_and_exit_code_2(llms: list[FakeLLM], args: list[str], says: str) -> None:
+    assert says in error_of(run(*args))
+    assert all(llm.closed for llm in llms)
+
+
+def test_ctrl_c_ends_the_line_closes_the_engine_and_exits_130(llms: list[FakeLLM]) -> None:
+    result = run("generate", "a b ^C d")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "A B\n", "")
+    assert llms[0].closed
+
+
+def test_a_bug_keeps_its_traceback(llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "stats", lambda self: 1 // 0)
+    assert isinstance(run("generate", "a", "--json").exception, ZeroDivisionError)
+
+
+def test_piped_chat_keeps_history_and_obeys_commands(llms: list[FakeLLM]) -> None:
+    lines = "hello there\n\nand you\n/reset\nagain\n/system Be kind.\nlast\n/frob\n/quit\nnever\n"
+    result = run("chat", "--system", "Be brief.", stdin=lines)
+    assert result.exit_code == 0
+    assert result.stdout == "HELLO THERE\nAND YOU\nAGAIN\nLAST\n"
+    assert "/reset forgets" in result.stderr
+    brief, kind = ({"role": "system", "content": text} for text in ("Be brief.", "Be kind."))
+    turns = [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "HELLO THERE"},
+        {"role": "user", "content": "and you"},
+    ]
+    again, last = ({"role": "user", "content": text} for text in ("again", "last"))
+    assert llms[0].asked == [[brief, turns[0]], [brief, *turns], [brief, again], [kind, last]]
+
+
+def test_piped_chat_stops_at_an_error(llms: list[FakeLLM]) -> None:
+    result = run("chat", stdin="poison\nmore\n")
+    assert "shorten the prompt" in error_of(result)
+    assert len(llms[0].asked) == 1
+
+
+def test_typed_chat_goes_on_after_errors_and_interrupts(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ostinato.cli import chat
+
+    lines = iter(["hello", "poison", "wait ^C", "bye"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or _end_of_file())
+    conversation = chat.Conversation(FakeLLM(config=EngineConfig()), SamplingParams(max_tokens=8), None)
+    chat._converse(conversation, typed=True)
+    captured = capsys.readouterr()
+    assert captured.out == "HELLO\nWAIT\nBYE\n\n"
+    assert "shorten the prompt" in captured.err
+    assert [message["content"] for message in conversation.messages] == ["hello", "HELLO", "bye", "BYE"]
+
+
+def _end_of_file() -> str:
+    raise EOFError
+
+
+def test_bench_ends_with_json(llms: list[FakeLLM]) -> None:
+    args = [
+        "bench",
+        "--batch",
+        "3",
+        "--input-len",
+        "5",
+        "--output-len",
+        "4",
+        "--rounds",
+        "2",
+        "--num-prompts",
+        "7",
+    ]
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert set(value) == {"version", "workload", "latency", "replay", "throughput", "machine"}
+    assert len(value["replay"]["ratio"]["rounds"]) == 2
+    assert value["throughput"]["output_tokens_per_s"] > 0
+    assert [llm.config.graph for llm in llms] == ["auto", "eager", "auto", "auto"]
+    assert all(not llm.config.enable_prefix_caching and llm.closed for llm in llms)
+    prompts = llms[0].asked[0]
+    assert [len(prompt) for prompt in prompts] == [5, 5, 5]
+    assert all(1 < token_id < 50 for prompt in prompts for token_id in prompt)
+    assert len(llms[-1].asked[-1]) == 7
+
+
+def test_fetch_prints_the_directory(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import ostinato.models.fetch as models
+
+    def fake(name: str, *, cache_dir: Path, progress: Any) -> Path:
+        progress("download", 1, 2)
+        return cache_dir / name
+
+    monkeypatch.setattr(models, "fetch", fake)
+    monkeypatch.setenv("OSTINATO_CACHE_DIR", str(tmp_path))
+    result = run("fetch", "smollm2")
+    assert (result.stdout, result.stderr) == (f"{tmp_path / 'smollm2'}\n", "")
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"ostinato {ostinato.__version__}\n"
+    assert "generate" in run().stdout
+    assert run("generate", "--help").exit_code == 0
+
+
+def test_every_engine_option_is_a_flag_or_given_otherwise() -> None:
+    text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).stdout
+    for spec in dataclasses.fields(EngineConfig):
+        name = spec.name.removeprefix("enable_").replace("_", "-")
+        assert f"--{name} " in text or f"--no-{name} " in text, spec.name
+
+
+def test_every_sampling_flag_is_a_sampling_parameter() -> None:
+    names = {spec.name for spec in dataclasses.fields(SamplingParams)}
+    assert {flag.name for flag in SAMPLING_FLAGS} <= names
+
+
+def test_public_names_are_lazy_and_exact() -> None:
+    assert set(dir(ostinato)) == set(ostinato.__all__)
+    assert ostinato.EngineConfig is EngineConfig
+    assert ostinato.SamplingParams is SamplingParams
+    assert ostinato.RequestError is RequestError
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        ostinato.nope  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "out", "err"),
+    [
+        (["--version"], 0, f"ostinato {ostinato.__version__}\n", ""),
+        (["generate", "x", "--graph", "none"], 2, "", "ostinato: error: graph 'none' is unknown"),
+    ],
+)
+def test_the_process_itself_answers_without_torch(args: list[str], code: int, out: str, err: str) -> None:
+    script = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: sys.stderr.write('torch!' if 'torch' in sys.modules else ''))\n"
+        "from ostinato.cli import main\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, *args], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (code, out)
+    assert result.stderr.startswith(err)
+    assert "torch!" not in result.stderr
+    assert result.stderr.count("\n") <= 1
