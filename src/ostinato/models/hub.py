@@ -23,9 +23,9 @@ def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
     Raises ModelError when it is neither, or when the download fails.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model != "" and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise ModelError(f"{path} is a file; give the checkpoint's directory")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise ModelError(f"{model} is neither a directory nor a hub id (owner/name); correct the path")
