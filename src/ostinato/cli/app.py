@@ -37,7 +37,7 @@ class _Group(TyperGroup):
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         except BrokenPipeError:
-            sys.stdout = None  # type: ignore[assignment]  # nobody reads it: no flush at exit
+            sys.stdout = None  # nobody reads it: no flush at exit
             code = BROKEN_PIPE
         except OSError as error:
             code = _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")

@@ -87,7 +87,7 @@ def _expand(command: Callable[..., None], group: str, flags: list[_Flag]) -> Cal
     merged = [*own, *(flag.parameter for flag in flags)]
     wrapper.__signature__ = signature.replace(parameters=merged)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in merged}
-    del wrapper.__wrapped__  # type: ignore[attr-defined]
+    del wrapper.__wrapped__
     return wrapper
 
 
