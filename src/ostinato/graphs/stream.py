@@ -1,8 +1,8 @@
 """The one thin seam through which kernels are launched.
 
-A kernel is a callable that reads and writes the tensors it is given and returns nothing: its body is device code,
-what stands between launches is host code. Eager streams run a launch at once; the tape's stream also remembers it.
-Knows nothing of what is launched.
+A kernel is a callable that reads and writes the tensors it is given and returns nothing: its body is device
+code, what stands between launches is host code. Eager streams run a launch at once; the tape's stream also
+remembers it. Knows nothing of what is launched. Invariant: whatever computes, computes through a launch.
 """
 
 from __future__ import annotations

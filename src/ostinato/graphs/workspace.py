@@ -1,8 +1,8 @@
 """Named scratch memory at fixed addresses, shared by every layer and every bucket of a callable.
 
-A captured graph may only touch memory that stays put. Activations therefore live here: one flat buffer per name,
-allocated once for the largest step, handed out as leading views. Graphs of all buckets share it, so a capture
-holds no memory of its own.
+A captured graph may only touch memory that stays put. Activations therefore live here: one flat buffer per
+name, allocated once for the largest step, handed out as leading views. Graphs of all buckets share it, so a
+capture holds no memory of its own. Knows nothing of who computes.
 """
 
 from __future__ import annotations

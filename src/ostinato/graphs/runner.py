@@ -1,0 +1,159 @@
+"""One way for every step: choose by key, fill buffers, view, prepare, then capture, replay or run eager.
+
+Eager, captured, warm-up, dummy and idle steps differ in the last word only, so all of them see the same
+padded views of the same buffers. Knows nothing of models or schedulers. Invariant: a graph is looked up by
+the key that its capture used, and replays only under the host values that it was captured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from ostinato.errors import CaptureError
+from ostinato.graphs.backends import Backend, CapturedGraph
+from ostinato.graphs.frozen import FrozenInputs
+from ostinato.graphs.registry import GraphBufferRegistry
+from ostinato.graphs.slots import FillContext
+from ostinato.graphs.stats import GraphStats
+from ostinato.graphs.stream import EagerStream, Stream
+from ostinato.padding import GraphKey, StepShape
+
+B = TypeVar("B")
+T = TypeVar("T")
+
+ProxyTensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[T]):
+    graph: CapturedGraph[T]
+    frozen: FrozenInputs
+
+
+class GraphRunner(Generic[B, T]):
+    """Runs `fn(view, stream)` over the registry's buffers, once per step.
+
+    prepare: (view, shape) -> None, the host part of a step (planning into fixed buffers); runs before each.
+    capture_on_first_use: the first step of a key is captured. With a backend that runs while it captures
+        (tape) that step costs what an eager one does, without a warm-up; others warm up, capture and replay.
+    warmup: eager calls before a capture ahead of time; None for the backend's own number.
+
+    Outputs come at the padded width; callers cut them to the real rows. They are overwritten by the next
+    step.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[B, Stream], T],
+        registry: GraphBufferRegistry[B],
+        *,
+        backend: Backend,
+        prepare: Callable[[B, StepShape], None] | None = None,
+        capture_on_first_use: bool = False,
+        warmup: int | None = None,
+    ) -> None:
+        self.registry = registry
+        self.backend = backend
+        self.stats = GraphStats()
+        self.capture_on_first_use = capture_on_first_use
+        self._fn = fn
+        self._prepare = prepare
+        self._warmup = backend.warmup if warmup is None else warmup
+        self._eager = EagerStream()
+        self._entries: dict[GraphKey, _Entry[T]] = {}
+
+    @property
+    def captured(self) -> tuple[GraphKey, ...]:
+        """Keys of the graphs that are ready, in order of capture."""
+        return tuple(self._entries)
+
+    def graph(self, key: GraphKey) -> CapturedGraph[T]:
+        """The captured graph of `key` (for audits). Raises KeyError when there is none."""
+        return self._entries[key].graph
+
+    def run(
+        self, shape: StepShape, batch: B, *, reject: str = "", pp_proxy_tensors: ProxyTensors | None = None
+    ) -> T:
+        """Serve one step. `reject` is a reason to run it eager at its width, whatever `shape` says.
+
+        Raises CaptureError when the graph would not repeat what an eager step would do now.
+        """
+        entry = self._entries.get(shape.key)
+        reason = reject or shape.eager_reason or self._no_graph(entry)
+        if not reason and entry is None:
+            return self._first_use(shape, batch, pp_proxy_tensors)
+        ctx = FillContext.of(shape, pp_proxy_tensors)
+        view = self._fill(shape, batch, ctx)
+        if reason or entry is None:
+            with torch.no_grad():
+                outputs = self._fn(view, self._eager)
+            self.stats.count_step(shape, eager_reason=reason)
+        else:
+            entry.frozen.check(view, self.registry.verdict(ctx))
+            outputs = entry.graph.replay()
+            self.stats.count_step(shape, replayed=True)
+        return outputs
+
+    def capture(
+        self,
+        shapes: Iterable[StepShape],
+        make_batch: Callable[[StepShape], B],
+        *,
+        progress: Callable[[StepShape, int, int], None] | None = None,
+    ) -> None:
+        """Capture ahead of time, the largest shape first; `make_batch` makes a batch for each.
+
+        progress: called with (shape, number captured, total) after each capture. A key that exists is
+        captured anew. Raises CaptureError for a shape that no graph may serve, or with a backend that
+        captures nothing.
+        """
+        ordered = sorted(shapes, key=lambda s: (s.padded_num_tokens, s.padded_bs), reverse=True)
+        for done, shape in enumerate(ordered, start=1):
+            reason = shape.eager_reason or (self._no_graph(None) if not self.backend.captures else "")
+            if reason:
+                raise CaptureError(f"{shape.key} cannot be captured: {reason}; leave it out of the list")
+            batch = make_batch(shape)
+            self._capture(shape, batch, self._warmup, None)
+            if progress is not None:
+                progress(shape, done, len(ordered))
+
+    def _no_graph(self, entry: _Entry[T] | None) -> str:
+        """Why there is no graph to use, or an empty string."""
+        if not self.backend.captures:
+            return f"backend {self.backend.name}"
+        if entry is None and not self.capture_on_first_use:
+            return "not captured"
+        return ""
+
+    def _first_use(self, shape: StepShape, batch: B, proxies: ProxyTensors | None) -> T:
+        runs = self.backend.runs_while_capturing
+        graph = self._capture(shape, batch, 0 if runs else self._warmup, proxies)
+        outputs = graph.outputs if runs else graph.replay()
+        self.stats.count_step(shape)
+        return outputs
+
+    def _capture(
+        self, shape: StepShape, batch: B, warmup: int, proxies: ProxyTensors | None
+    ) -> CapturedGraph[T]:
+        ctx = FillContext.of(shape, proxies)
+        self.registry.reset_for_capture()
+        view = self._fill(shape, batch, ctx)
+        verdict: Hashable = self.registry.verdict(ctx)
+        frozen = FrozenInputs(verdict)
+        watched = frozen.watch(view, self.registry.has_slot)
+        graph = self.backend.capture(lambda stream: self._fn(watched, stream), warmup)
+        frozen.seal()
+        self._entries[shape.key] = _Entry(graph, frozen)
+        self.stats.count_capture(shape.key)
+        return graph
+
+    def _fill(self, shape: StepShape, batch: B, ctx: FillContext) -> B:
+        self.registry.fill_from(batch, ctx)
+        view = self.registry.extract_buffer(batch, ctx)
+        if self._prepare is not None:
+            self._prepare(view, shape)
+        return view
