@@ -72,7 +72,7 @@ def fetch(name: str, *, cache_dir: Path, progress: Progress | None = None) -> Pa
 
 
 def _build(final: Path, make: Callable[[Path], None]) -> Path:
-    """Let `make` fill a directory beside `final`, then rename it; a call that lost a race keeps the winner's."""
+    """Let `make` fill a directory beside `final`, then rename it; who loses a race keeps the winner's."""
     final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".{final.name}-") as scratch:
         made = Path(scratch) / "model"

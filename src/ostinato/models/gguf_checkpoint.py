@@ -37,7 +37,7 @@ _BLOCK: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_QUANTISATIONS = tuple("F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K".split())
+_QUANTISATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _DIGITS: Mapping[str, Any] = {"type": "Digits", "individual_digits": True}
 _BYTES: Mapping[str, Any] = {
     "type": "ByteLevel",
@@ -189,7 +189,7 @@ def _tokens(meta: Mapping[str, Any]) -> list[str]:
 
 def tokenizer_json(meta: Mapping[str, Any]) -> dict[str, Any]:
     """The `tokenizer.json` of a byte-level BPE vocabulary in GGUF metadata."""
-    model, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
+    model, pre = meta.get("tokenizer.ggml.model"), str(meta.get("tokenizer.ggml.pre"))
     if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         known = ", ".join(map(repr, _PRE_TOKENIZERS))
         raise ModelError(
