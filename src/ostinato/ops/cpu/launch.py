@@ -1,0 +1,101 @@
+"""What every launch of these kernels is: one C function called with the address of one block of int64
+parameters.
+
+The entry (serial) looks at the live counts, shares work out as numbered tasks and enters the team; workers
+draw task numbers from a counter, so a disturbed thread never holds up the others. Knows nothing of what is
+computed. Invariant: a launch owns everything its addresses point to; calling it allocates nothing.
+
+    Launch()  ->  entry(p)  ->  GOMP_parallel  ->  worker(p) in each thread  ->  task = counter++ ...
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from numba import njit
+
+from ostinato.ops.cpu.compile import Compiler
+from ostinato.ops.cpu.intrinsics import call_address, run_team
+from ostinato.ops.cpu.isa import Isa, select_isa
+from ostinato.ops.cpu.memory import load_i64, store_i64
+from ostinato.ops.cpu.threads import ThreadPool, open_pool
+
+# The fields every parameter block begins with.
+WORKER, PARALLEL, BARRIER, THREADS, COUNTER, TASKS, FIRST_FIELD = range(7)
+COUNTERS = 8  # counters of a launch, each in a cache line of its own
+SMALL_WORK = 16384  # 4-byte words touched, below which starting the team costs more than it saves
+
+Entry = Callable[[int], None]
+_ENTRY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+
+class Launch:
+    """A kernel bound to its tensors: call it to run. `entry` and `address` serve callers that run many at
+    once.
+    """
+
+    __slots__ = ("_run", "address", "entry", "kept")
+
+    def __init__(self, entry: int, block: torch.Tensor, kept: tuple[Any, ...]) -> None:
+        self.entry = entry
+        self.address = block.data_ptr()
+        self.kept = (block, *kept)
+        self._run: Any = _ENTRY_TYPE(entry)
+
+    def __call__(self) -> None:
+        self._run(self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Instruction set, threads and compiled code: what kernels are made with."""
+
+    isa: Isa
+    pool: ThreadPool
+    compiler: Compiler = field(repr=False)
+
+    def launch(
+        self, entry: Entry, worker: Entry, values: Mapping[int, int], num_fields: int, kept: tuple[Any, ...]
+    ) -> Launch:
+        """A launch of `entry` with these fields (by index), keeping `kept` alive."""
+        counters = torch.zeros(8 * COUNTERS + 8, dtype=torch.int64)
+        fixed = {
+            WORKER: self.compiler.address(worker),
+            PARALLEL: self.pool.parallel,
+            BARRIER: self.pool.barrier,
+            THREADS: self.pool.num_threads,
+            COUNTER: -(-counters.data_ptr() // 64) * 64,
+        }
+        fields = {**fixed, **values}
+        block = torch.tensor([fields.get(i, 0) for i in range(num_fields)], dtype=torch.int64)
+        return Launch(self.compiler.address(entry), block, (counters, self.compiler, *kept))
+
+
+def open_runtime(
+    *, isa: str | None = None, num_threads: int | None = None, cache_dir: Path | None = None
+) -> Runtime:
+    """The runtime of this machine; `isa` forces a path (see `select_isa`)."""
+    return Runtime(select_isa(isa), open_pool(num_threads), Compiler(cache_dir))
+
+
+@njit(error_model="numpy")
+def reset_counter(p: int) -> None:
+    """Zero the launch's counters."""
+    for i in range(COUNTERS):
+        store_i64(0, load_i64(p + 8 * COUNTER) + 64 * i)
+
+
+@njit(error_model="numpy")
+def run_worker(p: int, work: int) -> None:
+    """Run the worker in the team; alone when the work is small or there is no team."""
+    threads, parallel = load_i64(p + 8 * THREADS), load_i64(p + 8 * PARALLEL)
+    worker = load_i64(p + 8 * WORKER)
+    if parallel == 0 or (threads > 1 and work < SMALL_WORK):
+        call_address(worker, p)
+    else:
+        run_team(parallel, worker, p, threads)

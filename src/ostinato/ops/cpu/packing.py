@@ -1,0 +1,197 @@
+"""Weights in the order in which matrix tiles read them.
+
+A panel holds 32 outputs. Per step of K it holds one 4-byte word for each of them, so a tile reads it front to
+back:
+    bf16  [ceil(N / 32), ceil(K / 2), 32, 2]        fp32  [ceil(N / 32), K, 32]
+Gated panels hold 16 gate outputs beside the 16 up outputs of the same places. Packing writes rows into panels
+that are there already, so a loader packs shard by shard. Knows nothing of files. Invariant: padding is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.ops.cpu.launch import (
+    COUNTER,
+    FIRST_FIELD,
+    TASKS,
+    Runtime,
+    reset_counter,
+    run_worker,
+)
+from ostinato.ops.cpu.memory import fetch_add, load_i64
+from ostinato.ops.cpu.tiles import PANEL
+from ostinato.ops.cpu.transpose import transpose_words
+
+HALF = PANEL // 2
+PACKED_DTYPES = (torch.bfloat16, torch.float32)
+SOURCE, START, STOP, STEPS, TARGET, HALVES, PANEL_STRIDE, NUM_FIELDS = range(FIRST_FIELD, FIRST_FIELD + 8)
+
+
+def values_per_word(dtype: torch.dtype) -> int:
+    """Values of K in one 4-byte word."""
+    return 4 // dtype.itemsize
+
+
+def words_of(columns: int, dtype: torch.dtype) -> int:
+    """4-byte words that `columns` values fill."""
+    return -(-columns // values_per_word(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Packed matrices [count, rows, columns]; `words` is int32 [count, panels, ceil(columns / per word), 32].
+
+    `gated`: the rows are pairs; row r of the first half (gate) lies beside row r of the second half (up).
+    """
+
+    words: torch.Tensor
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    gated: bool = False
+
+    @property
+    def num_panels(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.words.shape[2] * 4 * PANEL
+
+    @property
+    def matrix_bytes(self) -> int:
+        return self.num_panels * self.panel_bytes
+
+    @property
+    def whole_steps(self) -> int:
+        """Steps of K of which every value is real."""
+        return self.columns // values_per_word(self.dtype)
+
+    @property
+    def odd_step(self) -> int:
+        """1 when one bf16 value is left after the whole steps."""
+        return self.words.shape[2] - self.whole_steps
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a product with one matrix: half the rows where they are pairs."""
+        return self.rows // 2 if self.gated else self.rows
+
+
+def empty_panels(count: int, rows: int, columns: int, dtype: torch.dtype, *, gated: bool = False) -> Panels:
+    """Zeroed panels for `count` matrices [rows, columns].
+
+    Raises ValueError for another dtype than bf16 or fp32, or for an odd number of gated rows.
+    """
+    if dtype not in PACKED_DTYPES:
+        raise ValueError(f"weights must be bfloat16 or float32, got {dtype}; cast them first")
+    if gated and rows % 2:
+        raise ValueError(f"gate and up need an even number of rows, got {rows}")
+    panels = -(-rows // 2 // HALF) if gated else -(-rows // PANEL)
+    words = torch.zeros(count, panels, words_of(columns, dtype), PANEL, dtype=torch.int32)
+    return Panels(words, rows, columns, dtype, gated)
+
+
+def _as_words(weight: torch.Tensor) -> torch.Tensor:
+    """int32 [rows, words] of the last dimension, padded by zero."""
+    per_word = values_per_word(weight.dtype)
+    if weight.shape[-1] % per_word:
+        weight = torch.nn.functional.pad(weight, (0, -weight.shape[-1] % per_word))
+    return weight.contiguous().view(torch.int32)
+
+
+def pack_worker(p: int) -> None:
+    """Blocks of 16 rows: transposed, 16 words at a time, into the half panel that holds these rows."""
+    start, stop = load_i64(p + 8 * START), load_i64(p + 8 * STOP)
+    steps, halves = load_i64(p + 8 * STEPS), load_i64(p + 8 * HALVES)
+    tasks = load_i64(p + 8 * TASKS)
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < tasks:
+        block = start // HALF + task
+        first, last = max(start, HALF * block), min(stop, HALF * block + HALF)
+        source = load_i64(p + 8 * SOURCE) + 4 * steps * (first - start)
+        target = load_i64(p + 8 * TARGET) + block // halves * load_i64(p + 8 * PANEL_STRIDE)
+        target += 4 * HALF * (block % halves) + 4 * (first - HALF * block)
+        transpose_words(source, 4 * steps, target, 4 * PANEL, last - first, steps)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+def pack_entry(p: int) -> None:
+    """Share the blocks out over the team."""
+    reset_counter(p)
+    run_worker(p, load_i64(p + 8 * STEPS) * (load_i64(p + 8 * STOP) - load_i64(p + 8 * START)))
+
+
+class Packer:
+    """Packs with all threads of a runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def write_rows(self, panels: Panels, matrix: int, weight: torch.Tensor, start: int = 0) -> None:
+        """Pack `weight` [n, K] as rows start..start+n of one matrix.
+
+        Rows of gated panels count gates first: [0, rows / 2) are gates, the rest ups. Raises ValueError when
+        the shape or dtype does not fit.
+        """
+        count, columns = weight.shape
+        fits = columns == panels.columns and start >= 0 and start + count <= panels.rows
+        if not fits or weight.dtype != panels.dtype:
+            raise ValueError(
+                f"rows {start}..{start + count} of {columns} {weight.dtype} values do not fit into packed "
+                f"weights of {panels.rows} rows of {panels.columns} {panels.dtype} values"
+            )
+        words = _as_words(weight)
+        target = panels.words[matrix].data_ptr()
+        if not panels.gated:
+            self._write(panels, target, 2, words, start)
+            return
+        gates = panels.rows // 2
+        ours = min(max(gates - start, 0), count)
+        self._write(panels, target, 1, words[:ours], start)
+        self._write(panels, target + 4 * HALF, 1, words[ours:], max(start - gates, 0))
+
+    def _write(self, panels: Panels, target: int, halves: int, words: torch.Tensor, start: int) -> None:
+        """Rows into half panels from address `target` on, of which `halves` in every panel take rows in turn."""
+        if words.numel() == 0:
+            return
+        runtime = self._runtime
+        steps = words.shape[1]
+        values = {
+            SOURCE: words.data_ptr(),
+            START: start,
+            STOP: start + words.shape[0],
+            STEPS: steps,
+            TARGET: target,
+            HALVES: halves,
+            PANEL_STRIDE: panels.panel_bytes,
+            TASKS: (start + words.shape[0] - 1) // HALF - start // HALF + 1,
+        }
+        runtime.launch(pack_entry, pack_worker, values, NUM_FIELDS, (words, panels.words))()
+
+    def pack(self, weight: torch.Tensor, *, gated: bool = False) -> Panels:
+        """Panels of `weight` [N, K] or [E, N, K]."""
+        matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
+        count, rows, columns = matrices.shape
+        panels = empty_panels(count, rows, columns, weight.dtype, gated=gated)
+        for i, matrix in enumerate(matrices):
+            self.write_rows(panels, i, matrix)
+        return panels
+
+
+def pack_bias(bias: torch.Tensor | None, panels: Panels) -> torch.Tensor:
+    """fp32 [panels, 32] in the order of the panels' sums; zeros without a bias."""
+    packed = torch.zeros(panels.num_panels, PANEL)
+    if bias is None:
+        return packed
+    if bias.shape != (panels.rows,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, the weight has {panels.rows} rows")
+    parts = bias.float().chunk(2) if panels.gated else (bias.float(),)
+    width = PANEL // len(parts)
+    for i, part in enumerate(parts):
+        padded = torch.nn.functional.pad(part, (0, panels.num_panels * width - part.shape[0]))
+        packed[:, i * width : (i + 1) * width] = padded.view(-1, width)
+    return packed

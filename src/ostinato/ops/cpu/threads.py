@@ -1,0 +1,76 @@
+"""The one pool of threads: torch's own OpenMP runtime, which kernels enter directly.
+
+Torch brings a libgomp of its own, and Numba's OpenMP layer is linked against the system's: two pools, which
+would spin against each other. Kernels therefore start their parallel regions through torch's library by
+address and never load Numba's layer. Knows nothing of kernels. Invariant: the addresses belong to the runtime
+torch computes with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ostinato.errors import ConfigError
+
+_RUNTIMES = ("libgomp", "libomp", "libiomp")
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadPool:
+    """Team size, and the addresses of GOMP_parallel and GOMP_barrier (0 without a pool: kernels run
+    serially).
+    """
+
+    num_threads: int
+    parallel: int
+    barrier: int
+    library: str
+
+
+def openmp_libraries() -> list[str]:
+    """Paths of the OpenMP runtimes mapped into this process (Linux; elsewhere empty)."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line}
+    return sorted(path for path in paths if Path(path).name.startswith(_RUNTIMES))
+
+
+def torch_openmp_library() -> str | None:
+    """Path of the OpenMP runtime that torch uses, or None when it ships none that is known."""
+    beside = Path(torch.__file__).parent
+    candidates = [path for path in openmp_libraries() if Path(path).is_relative_to(beside.parent)]
+    if candidates:
+        return candidates[0]
+    loaded = openmp_libraries()
+    return loaded[0] if len(loaded) == 1 else None
+
+
+def open_pool(num_threads: int | None = None) -> ThreadPool:
+    """The pool with `num_threads` (default: what torch has), which torch then uses as well.
+
+    Loads torch's runtime with global visibility, so that whatever is loaded later binds to it. Raises
+    ConfigError when the number is not positive.
+    """
+    if num_threads is not None:
+        if num_threads < 1:
+            raise ConfigError(f"threads must be at least 1, got {num_threads}")
+        if num_threads != torch.get_num_threads():
+            torch.set_num_threads(num_threads)
+    threads = torch.get_num_threads()
+    path = torch_openmp_library()
+    if path is None:
+        return ThreadPool(1, 0, 0, "none")
+    library = ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+    try:
+        parallel, barrier = (
+            ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+            for name in ("GOMP_parallel", "GOMP_barrier")
+        )
+    except AttributeError:  # an LLVM runtime without the GNU entry points
+        return ThreadPool(1, 0, 0, path)
+    return ThreadPool(threads, parallel, barrier, path)
