@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import PadContractError
+from ostinato.graphs.stream import Stream
+from ostinato.graphs.tape import TapeBackend
 from ostinato.moe.custom import CUSTOM_ROUTING_FUNCTIONS, InternS1ProRouting
 from ostinato.moe.export import RoutedExpertsExport
 from ostinato.moe.load import ExpertLoad
@@ -123,6 +125,41 @@ def test_gathered_pads_go_nowhere(name: str) -> None:
     assert bool((ids[~dead] >= 0).all())
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_routing_is_captured_as_plain_torch(name: str, where: str) -> None:
+    """No host read and no data-dependent shape on the way (the tape refuses them); replays follow the count."""
+    config, placement = _with_shared(CONFIGS[name], 1), PLACEMENTS[where]
+    load, export = ExpertLoad(1, E + 4), RoutedExpertsExport(1, 16, config.num_routed)
+    count = torch.tensor([16], dtype=torch.int32)
+    hidden, logits = _inputs(16, 16, 0.0)
+    tape = TapeBackend().capture(
+        lambda stream: select_experts(
+            hidden,
+            logits,
+            config,
+            num_token_non_padded=count,
+            placement=placement,
+            load=load,
+            export=export,
+        )
+    )
+    load.set_live(True)
+    for n in (16, 3, 0, 9):
+        load.reset()
+        count.fill_(n)
+        for static, fresh in zip((hidden, logits), _inputs(16, n, float("nan"), seed=n), strict=True):
+            static.copy_(fresh)
+        weights, ids = tape.replay()
+        eager, eager_ids = select_experts(
+            hidden, logits, config, num_token_non_padded=count, placement=placement
+        )
+        assert torch.equal(ids, eager_ids)
+        assert torch.equal(weights, eager)
+        assert int(load.snapshot().sum()) == n * config.num_routed
+        assert bool((export.read(16)[0, n:] == -1).all())
+
+
 def test_m8_f1_custom_router_on_nan_pads() -> None:
     hidden, logits = _inputs(12, 10, float("nan"))
     _, ids = select_experts(hidden, logits, CONFIGS["custom"], num_token_non_padded=torch.tensor([10]))
@@ -165,20 +202,21 @@ def test_f33_warm_up_capture_and_idle_steps_are_not_counted() -> None:
     count = torch.tensor([0], dtype=torch.int32)
     hidden, logits = _inputs(8, 8, 0.0)
 
-    def frozen() -> None:
+    def step(stream: Stream) -> None:
         select_experts(hidden, logits, CONFIGS["softmax"], num_token_non_padded=count, load=load)
 
     count.fill_(8)
-    frozen()  # warm-up, capture: the flag starts off
+    graph = TapeBackend().capture(step, warmup=2)
+    graph.replay()
     assert int(load.snapshot().sum()) == 0
     load.set_live(True)
     count.fill_(0)
-    frozen()  # idle step
+    graph.replay()  # idle step
     assert int(load.snapshot().sum()) == 0
     count.fill_(5)
-    frozen()
+    graph.replay()
     load.set_live(False)
-    frozen()  # a dummy step
+    graph.replay()  # a dummy step
     assert int(load.snapshot().sum()) == 5 * K
     load.reset()
     assert (load.counts.data_ptr(), load.live.data_ptr()) == address

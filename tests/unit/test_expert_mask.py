@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato.graphs.stream import Stream
+from ostinato.graphs.tape import TapeBackend
 from ostinato.moe.hip import hip_pad_form
 from ostinato.moe.mask import SENTINEL, mask_pad_rows_, pad_rows
 
@@ -56,14 +58,23 @@ def test_m3_strided_rows() -> None:
     assert torch.equal(whole, expected)
 
 
-def test_m4_a_recorded_launch_follows_the_live_scalar() -> None:
+@pytest.mark.parametrize("launched", [True, False])
+def test_m4_a_captured_mask_follows_the_live_scalar(launched: bool) -> None:
+    """As a kernel launched on the stream, and as plain torch between launches."""
     count = _count(256)
     x = torch.empty(256, 9)
-    launch: tuple[Any, ...] = (x, count, 0.0)  # what a graph freezes: the tensors, not what they hold
+
+    def step(stream: Stream) -> None:
+        if launched:
+            stream.launch(mask_pad_rows_, x, count, 0.0)
+        else:
+            mask_pad_rows_(x, count, 0.0)
+
+    graph = TapeBackend().capture(step)
     for live in (256, 5, 0, 100):
         x.copy_(_rows((256, 9), torch.float32))
         count.fill_(live)
-        mask_pad_rows_(*launch)
+        graph.replay()
         assert bool((x[:live] > 0).all())
         assert bool((x[live:] == 0).all())
 

@@ -11,6 +11,7 @@ import torch
 
 from ostinato.errors import ConfigError, PadContractError
 from ostinato.graphs.stream import EagerStream, Stream
+from ostinato.graphs.tape import TapeBackend
 from ostinato.graphs.workspace import Workspace
 from ostinato.moe import (
     Consumers,
@@ -152,39 +153,20 @@ def test_no_rows(shared: str) -> None:
     assert _run(_layer(shared), _x(0), 0).shape == (0, H)
 
 
-class _Recorder:
-    """Remembers launches, as a graph does."""
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, tuple[Any, ...]]] = []
-
-    @property
-    def capturing(self) -> bool:
-        return True
-
-    def launch(self, kernel: Any, /, *args: Any) -> None:
-        self.launches.append((kernel, args))
-
-    def replay(self) -> None:
-        for kernel, args in self.launches:
-            kernel(*args)
-
-
 @pytest.mark.parametrize("shared", SHARED)
 def test_replay_follows_inputs_count_and_flag(shared: str) -> None:
     """All work is in launches on fixed buffers: recorded once, replayed over other rows and another count."""
     load, export = ExpertLoad(3, E), RoutedExpertsExport(3, MAX, 2)
     layer = _layer(shared, consumers=Consumers(2, load, export))
     x, out, count = torch.zeros(8, H), torch.empty(8, H), torch.tensor([8], dtype=torch.int32)
-    recorder = _Recorder()
-    layer.forward(recorder, x, count, out)
-    recorder.replay()
+    graph = TapeBackend().capture(lambda stream: layer.forward(stream, x, count, out))
+    assert graph.num_launches == len(graph.trace), "every op of the layer is a launch"
     load.set_live(True)
     for n, seed in ((8, 3), (2, 4), (0, 5)):
         x.copy_(_x(8, seed=seed))
         count.fill_(n)
         load.reset()
-        recorder.replay()
+        graph.replay()
         replayed = out.clone()
         assert load.snapshot().sum(-1).tolist() == [0, 0, n * 2]
         assert bool((export.read(MAX)[2, n:] == -1).all())

@@ -57,17 +57,16 @@ class PhimoeRouting:
             raise ConfigError(
                 f"PhiMoE routing chooses exactly 2 experts per token, top_k is {topk}; set it to 2"
             )
-        first_weight, first = self._round(gating_output, gating_output)
-        rest = gating_output.scatter(-1, first, float("-inf"))
-        second_weight, second = self._round(gating_output, rest)
+        first_weight, first = self._round(gating_output)
+        second_weight, second = self._round(gating_output.scatter(-1, first, float("-inf")))
         return torch.cat((first_weight, second_weight), dim=-1), torch.cat((first, second), dim=-1)
 
-    def _round(self, x: torch.Tensor, candidates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One round: (weight [N, 1], id [N, 1]) of the best of `candidates`, distances measured on `x`."""
-        best = candidates.argmax(dim=-1, keepdim=True)  # the first of equal maxima
-        m = candidates.gather(-1, best)
+    def _round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One round over x [N, E], experts left out at -inf: (weight [N, 1], id [N, 1]) of the best."""
+        best = x.argmax(dim=-1, keepdim=True)  # the first of equal maxima
+        m = x.gather(-1, best)
         far = (m - x) / torch.maximum(x.abs(), m) > 2 * self.jitter_eps
-        return softmax(candidates.masked_fill(far, float("-inf"))).gather(-1, best), best
+        return softmax(x.masked_fill(far, float("-inf"))).gather(-1, best), best
 
 
 phimoe_routing = PhimoeRouting()
