@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Annotated, Any, Optional
 
@@ -17,7 +17,7 @@ import typer
 
 from ostinato.config import EngineConfig
 
-_TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
+_TYPES: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 @dataclass(frozen=True, slots=True)
