@@ -116,6 +116,30 @@ def build(family: str, directory: Path, *, max_shard_size: str = "1GB") -> Path:
     return directory
 
 
+def build_multimodal_llama4(directory: Path) -> Any:
+    """Write a Llama 4 checkpoint with a vision tower, as the hub's are, and return its language model."""
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    }
+    text = _CONFIGS["llama4"]().to_dict()
+    torch.manual_seed(SEED)
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter)
+    model.save_pretrained(directory)
+    return model.language_model
+
+
 def _draw(name: str, parameter: torch.Tensor) -> None:
     if name.endswith("bias"):
         parameter.normal_(0.0, 0.3)

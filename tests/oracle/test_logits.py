@@ -98,6 +98,15 @@ def test_shards_as_transformers_writes_them(
     assert torch.equal(sharded, driver.Driver.load(checkpoint("mixtral"), 1, 8).step([[5, 6, 7]])[0])
 
 
+def test_the_language_model_of_a_multimodal_llama4(
+    checkpoints: ModuleType, driver: ModuleType, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    language_model = checkpoints.build_multimodal_llama4(tmp_path)
+    prompt = prompts[1]
+    got = driver.Driver.load(tmp_path, 1, len(prompt)).step([prompt])[0]
+    assert (got - language_model(torch.tensor([prompt])).logits[0]).abs().max() < TOLERANCE
+
+
 Change = Callable[[ModelConfig], ModelConfig]
 
 

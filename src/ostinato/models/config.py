@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,9 @@ from ostinato.models.families import Family, find_family
 from ostinato.models.layers import LayerSpec, layer_specs
 from ostinato.models.raw import RawConfig
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
 _SILU = ("silu", "swish")
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from ostinato.errors import ModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_WANTED = ["*.safetensors", "*.json", "*.jinja"]
+_WANTED = ("*.safetensors", "*.json", "*.jinja")
 # Second copies of the weights in other layouts.
-_UNWANTED = ["original/*", "consolidated*", "*/*.safetensors"]
+_UNWANTED = ("original/*", "consolidated*", "*/*.safetensors")
 
 
 def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
@@ -32,8 +32,8 @@ def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        local = snapshot_download(
+            model, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
         )
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -41,3 +41,4 @@ def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
             f"{model} is no local directory and could not be downloaded from the hub ({reason}); check the "
             "name and the network, or give a local path"
         ) from error
+    return Path(local)

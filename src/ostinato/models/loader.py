@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ostinato.errors import ModelError
 Progress = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes)."""
 
-_SIZES = {"F32": 4, "F16": 2, "BF16": 2}
+_SIZES: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
 # Buffers, not parameters: old checkpoints carry the rope frequencies, which the config determines.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 _AGAIN = "download the checkpoint again"
