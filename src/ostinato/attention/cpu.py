@@ -1,0 +1,214 @@
+"""Paged attention on CPU: plans on the host, launches the kernels of `ops/cpu`.
+
+Lays out the KV pool's memory for dot products, by itself: whoever else reads the pool's tensors sees permuted
+values. Knows nothing of arithmetic. Invariant: a step is described in fixed buffers, so a captured launch
+serves every later step of its shape; a row's bits do not depend on the step it is part of.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ostinato.attention.backend import AttentionLayer, AttentionView, KVCache
+from ostinato.errors import ConfigError
+from ostinato.graphs.stream import Stream
+from ostinato.ops.cpu import paged_attention as field
+from ostinato.ops.cpu.attention_ir import PAGE
+from ostinato.ops.cpu.attention_state_ir import ATTENTION_FUNCTIONS
+from ostinato.ops.cpu.lane_kinds import kind_for
+from ostinato.ops.cpu.launch import Launch, Runtime
+from ostinato.ops.cpu.native import NativeLibrary
+from ostinato.ops.cpu.paged_step import attention_entry, attention_worker
+from ostinato.padding import PadContract, StepMode, StepShape
+
+PARTIALS_BYTES = 8 << 20  # room for chunks that several threads share; without room one thread takes them all
+_MOST_LAUNCHES = 4096  # kept between eager steps
+
+
+class CpuAttention:
+    """`AttentionBackend` with Numba and LLVM kernels over one `KVCache` in bf16 or fp32.
+
+    Raises ConfigError for a pool whose pages it cannot lay out.
+    """
+
+    def __init__(self, kv: KVCache, runtime: Runtime) -> None:
+        first = kv.k[0]
+        if kv.page_size % PAGE:
+            raise ConfigError(f"page size {kv.page_size} is not a multiple of {PAGE}; choose {PAGE} or 32")
+        if first.shape[2] * first.element_size() % 4:
+            raise ConfigError(
+                f"head dimension {first.shape[2]} is odd, which bf16 attention on CPU cannot pair"
+            )
+        if not all(part.is_contiguous() and part.device.type == "cpu" for part in (*kv.k, *kv.v)):
+            raise ConfigError("attention on CPU needs a contiguous KV pool in host memory")
+        self._kv = kv
+        self._runtime = runtime
+        self._library = NativeLibrary(
+            "attention", ATTENTION_FUNCTIONS, kind_for(first.dtype, runtime.isa), runtime.compiler.directory
+        )
+        threads = runtime.pool.num_threads
+        self._scratch_bytes = -(-field.scratch_bytes(first.shape[2]) // 64) * 64
+        self._scratch = torch.zeros(threads * self._scratch_bytes + 64, dtype=torch.uint8)
+        self._partials = torch.zeros(PARTIALS_BYTES + 64, dtype=torch.uint8)
+        # Rows of the plan: first query row, query rows, KV length, row of the page table; a column a request.
+        self._requests = torch.zeros(4, 0, dtype=torch.int64)
+        self._counts = torch.zeros(2, dtype=torch.int64)  # real requests, real rows
+        self._kernel = _AttentionKernel(self)
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    @property
+    def pad_contract(self) -> PadContract:
+        return PadContract("cpu attention", honours_count=True, writes_zeros=True)
+
+    @property
+    def seq_len_fill_value(self) -> int:
+        return 1
+
+    def can_capture(self, mode: StepMode) -> bool:
+        return True
+
+    def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._requests = torch.zeros(4, max_bs, dtype=torch.int64)
+        self._kernel.forget()
+
+    def plan(self, view: AttentionView, shape: StepShape) -> None:
+        bs = shape.bs
+        if bs > self._requests.shape[1]:
+            raise ValueError(
+                f"attention is planned for {self._requests.shape[1]} requests, the step has {bs}"
+            )
+        plan = self._requests[:, :bs]
+        if view.mode.is_extend:
+            assert view.extend_seq_lens is not None
+            lens = view.extend_seq_lens[:bs]
+            plan[0] = lens.cumsum(0) - lens
+            plan[1] = lens
+        else:
+            plan[0] = torch.arange(bs)
+            plan[1] = 1
+        plan[2] = view.seq_lens[:bs]
+        plan[3] = view.req_pool_indices[:bs]
+        self._counts[0] = bs
+        self._counts[1] = shape.raw_num_tokens
+
+    def forward(
+        self,
+        stream: Stream,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        view: AttentionView,
+        out: torch.Tensor,
+    ) -> None:
+        stream.launch(self._kernel, layer, q, k, v, view.out_cache_loc, out)
+
+    def launch_of(
+        self,
+        layer: AttentionLayer,
+        tensors: Sequence[torch.Tensor],
+        kept: tuple[torch.Tensor, ...],
+    ) -> Launch:
+        """A launch bound to (q, k, v, slots, out), which it keeps alive only as far as they are in `kept`."""
+        q, k, v, slots, out = tensors
+        kv_heads, dim = self._kv.k[0].shape[1:]
+        _check(q, q.shape[1], dim, self._kv.k[0].dtype)
+        _check(out, q.shape[1], dim, self._kv.k[0].dtype)
+        for part in (k, v):
+            _check(part, kv_heads, dim, self._kv.k[0].dtype)
+        size = q.element_size()
+        values = {
+            **self._fixed_fields(),
+            field.Q: q.data_ptr(),
+            field.Q_STRIDE: q.stride(0) * size,
+            field.OUT: out.data_ptr(),
+            field.OUT_STRIDE: out.stride(0) * size,
+            field.ROWS: q.shape[0],
+            field.Q_HEADS: q.shape[1],
+            field.K_PAGES: self._kv.k[layer.layer_id].data_ptr(),
+            field.V_PAGES: self._kv.v[layer.layer_id].data_ptr(),
+            field.WINDOW: layer.sliding_window or 0,
+            field.ATTENTION_CHUNK: layer.attention_chunk_size or 0,
+            field.K_NEW: k.data_ptr(),
+            field.V_NEW: v.data_ptr(),
+            field.K_STRIDE: k.stride(0) * size,
+            field.V_STRIDE: v.stride(0) * size,
+            field.SLOTS: slots.data_ptr(),
+            field.FACTOR: struct.unpack("<I", struct.pack("<f", layer.scale * math.log2(math.e)))[0],
+        }
+        return self._runtime.launch(
+            attention_entry, attention_worker, values, field.NUM_FIELDS, (self, *kept)
+        )
+
+    def _fixed_fields(self) -> Mapping[int, int]:
+        """What does not change between launches."""
+        kv_heads, dim = self._kv.k[0].shape[1:]
+        functions = self._library.addresses
+        return {
+            field.COUNTS: self._counts.data_ptr(),
+            field.REQUESTS: self._requests.data_ptr(),
+            field.CAPACITY: self._requests.shape[1],
+            field.TABLE: self._kv.page_table.data_ptr(),
+            field.TABLE_STRIDE: self._kv.page_table.stride(0) * self._kv.page_table.element_size(),
+            field.PAGE_BLOCKS: self._kv.page_size // PAGE,
+            field.KV_HEADS: kv_heads,
+            field.DIM: dim,
+            field.VALUE_BYTES: self._kv.k[0].element_size(),
+            field.SCRATCH: _aligned(self._scratch),
+            field.SCRATCH_STRIDE: self._scratch_bytes,
+            field.PARTIALS: _aligned(self._partials),
+            field.PARTIALS_BYTES: PARTIALS_BYTES,
+            field.SCORE_ROWS: functions["score_rows"],
+            field.SOFTMAX_ROWS: functions["softmax_rows"],
+            field.MIX_ROWS: functions["mix_rows"],
+            field.WRITE_KV_ROW: functions["write_kv_row"],
+            field.CLEAN_PAGE: functions["clean_page"],
+            field.CLEAR_ROWS: functions["clear_rows"],
+            field.MERGE_ROWS: functions["merge_rows"],
+            field.FINISH_ROWS: functions["finish_rows"],
+        }
+
+
+class _AttentionKernel:
+    """What `forward` launches. `bind` fixes the tensors; a plain call finds its launch by their addresses."""
+
+    __slots__ = ("_backend", "_launches")
+
+    def __init__(self, backend: CpuAttention) -> None:
+        self._backend = backend
+        self._launches: dict[tuple[object, ...], Launch] = {}
+
+    def forget(self) -> None:
+        self._launches.clear()
+
+    def __call__(self, layer: AttentionLayer, *tensors: torch.Tensor) -> None:
+        key = (layer, *((t.data_ptr(), t.shape, t.stride(0)) for t in tensors))
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = self._backend.launch_of(layer, tensors, kept=())
+        launch()
+
+    def bind(self, layer: AttentionLayer, *tensors: torch.Tensor) -> Launch:
+        return self._backend.launch_of(layer, tensors, kept=tensors)
+
+
+def _aligned(buffer: torch.Tensor) -> int:
+    return -(-buffer.data_ptr() // 64) * 64
+
+
+def _check(x: torch.Tensor, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Rows may be strided, heads and values are not."""
+    if tuple(x.shape[1:]) != (heads, dim) or x.dtype != dtype or (x.stride(2), x.stride(1)) != (1, dim):
+        raise ValueError(
+            f"attention needs contiguous heads [rows, {heads}, {dim}] in {dtype}, got {tuple(x.shape)} {x.dtype}"
+            f" with strides {x.stride()}"
+        )

@@ -1,0 +1,152 @@
+"""How 4-byte words of activations are multiplied and stored: all that differs between dtypes and paths.
+
+A word is one fp32 value or a pair of bf16 values that stand next to each other along the reduced axis, so
+kernels address memory alike for every kind and are compiled once per kind from one source. Knows nothing of
+kernels. Invariant: a product accumulates words in sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from llvmlite import ir
+
+from ostinato.errors import ConfigError
+from ostinato.ops.cpu.isa import Isa
+from ostinato.ops.cpu.vector_ir import VB16, VB32, VF, VH, Lanes, Value, host_has
+
+
+class Kind(Protocol):
+    """Words of one dtype on one instruction path."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def value_bytes(self) -> int: ...
+
+    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
+        """total + the product of two words in every lane (words as i32 lanes)."""
+        ...
+
+    def store(self, lanes: Lanes, values: Value, address: Value, mask: Value | None = None) -> None:
+        """Store 16 fp32 values in the kind's dtype, those under `mask` alone if given."""
+        ...
+
+    def load(self, lanes: Lanes, address: Value, mask: Value | None = None) -> Value:
+        """Load 16 values as fp32, zero where the mask is off."""
+        ...
+
+    def word_mask(self, lanes: Lanes, word: Value, low: Value, high: Value) -> Value:
+        """Bits (i32) of the values of `word` whose index is in [low, high)."""
+        ...
+
+    def has_nonfinite(self, lanes: Lanes, words: Value) -> Value:
+        """i1 per lane: does the word hold an infinity or NaN?"""
+        ...
+
+
+class Float32:
+    """One fp32 value a word."""
+
+    name = "fp32"
+    value_bytes = 4
+
+    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
+        return lanes.fma(lanes.b.bitcast(a, VF), lanes.b.bitcast(b, VF), total)
+
+    def store(self, lanes: Lanes, values: Value, address: Value, mask: Value | None = None) -> None:
+        if mask is None:
+            lanes.store(values, address)
+        else:
+            lanes.store_masked(values, address, mask)
+
+    def load(self, lanes: Lanes, address: Value, mask: Value | None = None) -> Value:
+        return lanes.load(address) if mask is None else lanes.load_masked(address, mask, VF)
+
+    def word_mask(self, lanes: Lanes, word: Value, low: Value, high: Value) -> Value:
+        return _index_mask(lanes, word, low, high, 0xFFFFFFFF)
+
+    def has_nonfinite(self, lanes: Lanes, words: Value) -> Value:
+        return _exponent_full(lanes, words, 0x7F800000)
+
+
+class PairedBFloat16:
+    """Two bf16 values a word, by generic vector instructions: the value that stands first is added first."""
+
+    name = "bf16"
+    value_bytes = 2
+
+    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
+        builder, high = lanes.b, lanes.ints(0xFFFF0000)
+        for half in (
+            lambda words: builder.shl(words, lanes.ints(16)),
+            lambda words: builder.and_(words, high),
+        ):
+            total = lanes.fma(builder.bitcast(half(a), VF), builder.bitcast(half(b), VF), total)
+        return total
+
+    def store(self, lanes: Lanes, values: Value, address: Value, mask: Value | None = None) -> None:
+        halves = self.narrow(lanes, values)
+        if mask is None:
+            lanes.store(halves, address)
+        else:
+            lanes.store_masked(halves, address, mask)
+
+    def narrow(self, lanes: Lanes, values: Value) -> Value:
+        return lanes.narrow(values)
+
+    def load(self, lanes: Lanes, address: Value, mask: Value | None = None) -> Value:
+        return lanes.widen(lanes.load(address, VH) if mask is None else lanes.load_masked(address, mask, VH))
+
+    def word_mask(self, lanes: Lanes, word: Value, low: Value, high: Value) -> Value:
+        first = lanes.times(word, 2)
+        return lanes.b.or_(
+            _index_mask(lanes, first, low, high, 0xFFFF),
+            _index_mask(lanes, lanes.at(first, 1), low, high, 0xFFFF0000),
+        )
+
+    def has_nonfinite(self, lanes: Lanes, words: Value) -> Value:
+        return lanes.b.or_(_exponent_full(lanes, words, 0x7F80), _exponent_full(lanes, words, 0x7F800000))
+
+
+class DottedBFloat16(PairedBFloat16):
+    """Two bf16 values a word, by AVX512-BF16 dot products (subnormals count as zero there)."""
+
+    name = "bf16_dot"
+
+    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
+        cast = lanes.b.bitcast
+        return lanes.call("llvm.x86.avx512bf16.dpbf16ps.512", VF, total, cast(a, VB32), cast(b, VB32))
+
+    def narrow(self, lanes: Lanes, values: Value) -> Value:
+        short = lanes.call("llvm.x86.avx512bf16.cvtneps2bf16.512", VB16, values)
+        return lanes.b.bitcast(short, VH)
+
+
+def _index_mask(lanes: Lanes, index: Value, low: Value, high: Value, bits: int) -> Value:
+    b = lanes.b
+    inside = b.and_(b.icmp_signed(">=", index, low), b.icmp_signed("<", index, high))
+    return b.select(inside, ir.Constant(ir.IntType(32), bits), ir.Constant(ir.IntType(32), 0))
+
+
+def _exponent_full(lanes: Lanes, words: Value, exponent: int) -> Value:
+    return lanes.b.icmp_signed("==", lanes.b.and_(words, lanes.ints(exponent)), lanes.ints(exponent))
+
+
+def kind_for(dtype: torch.dtype, isa: Isa) -> Kind:
+    """The kind for tensors of `dtype` on the instruction path `isa`.
+
+    Raises ConfigError for a dtype that the CPU kernels do not compute in.
+    """
+    if dtype == torch.float32:
+        return Float32()
+    if dtype == torch.bfloat16:
+        return DottedBFloat16() if isa.dot_products else PairedBFloat16()
+    raise ConfigError(f"the CPU kernels compute in bfloat16 or float32, not {dtype}; load with another dtype")
+
+
+def tile_shape() -> tuple[int, int]:
+    """Rows and vectors of a register tile: what fits the vector registers of this machine."""
+    return (6, 4) if host_has("avx512f") else (2, 2)

@@ -1,0 +1,91 @@
+"""Numba intrinsics that read and write memory by address, and an atomic counter.
+
+Kernels take one address of a block of parameters and find everything else from it, so a launch is one cheap
+call. Knows nothing of what lies at the addresses. Invariant: callers own every address they pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ostinato.ops.cpu.vector_ir import I32, I64, POINTER
+
+_Signature = tuple[Any, Any]
+
+
+@intrinsic
+def load_i64(typing_context: Any, address: Any) -> _Signature:
+    """The int64 at `address`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], POINTER), typ=I64, align=8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def load_i32(typing_context: Any, address: Any) -> _Signature:
+    """The int32 at `address`, as int64."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(builder.inttoptr(args[0], POINTER), typ=I32, align=4), I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def store_i64(typing_context: Any, value: Any, address: Any) -> _Signature:
+    """Write an int64 to `address`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[0], builder.inttoptr(args[1], POINTER), align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def fetch_add(typing_context: Any, address: Any, amount: Any) -> _Signature:
+    """Atomically add to the int64 at `address`; returns its value before."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.PointerType(I64))
+        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def zero_bytes(typing_context: Any, address: Any, size: Any) -> _Signature:
+    """Write `size` zero bytes from `address` on."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        name = "llvm.memset.p0.i64"
+        function = builder.module.globals.get(name)
+        if function is None:
+            kinds = [POINTER, ir.IntType(8), I64, ir.IntType(1)]
+            function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
+        zero, plain = ir.Constant(ir.IntType(8), 0), ir.Constant(ir.IntType(1), 0)
+        builder.call(function, [builder.inttoptr(args[0], POINTER), zero, args[1], plain])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def call_native(typing_context: Any, function: Any, *values: Any) -> _Signature:
+    """Call the C function at address `function` with int64 values."""
+    given = values[0] if len(values) == 1 and isinstance(values[0], types.BaseTuple) else values
+    packed = types.StarArgTuple(tuple(types.int64 for _ in given))
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = [builder.extract_value(args[1], i) for i in range(len(signature.args[1]))]
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(words))
+        builder.call(builder.inttoptr(args[0], ir.PointerType(kind)), words)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, packed), emit

@@ -1,0 +1,278 @@
+"""Paged attention on CPU: writing K and V into pages, attending over them, one way for every kind of step.
+
+Pages are stored for dot products (words of 4 bytes, see `lane_kinds`; a block of 16 positions of one KV
+head):
+    K  [slots / 16, kv_heads, D * bytes / 4 words, 16 positions]      V  [slots / 16, kv_heads, 16 * bytes / 4
+    words, D]
+Knows nothing of requests beyond the plan's four numbers each. Invariant: a row's sums run over blocks of 128
+and chunks of 512 positions at fixed absolute places, merged in order, whatever tile, thread or step computes
+them.
+
+    request --> tiles of TILE_ROWS rows (token, head of the group) of one KV head --> chunks --> blocks of 128
+    keys
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.launch import FIRST_FIELD
+from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, store_i64
+
+TILE_ROWS = 48
+ITEMS_PER_THREAD = 8  # with fewer tiles than this a thread, chunks are shared out as well
+
+# The parameter block: int64 fields by index, after those of every launch. Addresses and strides are in bytes.
+(
+    COUNTS,  # address of int64 [2]: real requests, real rows
+    REQUESTS,  # address of int64 [4, capacity]: first row, rows, KV length, row of the page table
+    CAPACITY,
+    TABLE,  # address of int32 [requests, pages]
+    TABLE_STRIDE,
+    PAGE_BLOCKS,  # blocks of 16 positions in a page
+    Q,
+    Q_STRIDE,
+    OUT,
+    OUT_STRIDE,
+    ROWS,  # padded rows of q and out
+    Q_HEADS,
+    KV_HEADS,
+    DIM,
+    VALUE_BYTES,
+    K_PAGES,
+    V_PAGES,
+    WINDOW,  # 0: none
+    ATTENTION_CHUNK,  # 0: none
+    SCRATCH,
+    SCRATCH_STRIDE,  # of one thread
+    PARTIALS,
+    PARTIALS_BYTES,
+    K_NEW,
+    V_NEW,
+    K_STRIDE,
+    V_STRIDE,
+    SLOTS,  # address of int64 [rows]: where each row's K and V go
+    FACTOR,  # fp32 bits: scores are multiplied by it (the scale times log2 e)
+    PARTIAL_ROWS,  # set by the entry: most rows of a tile whose chunks are shared out
+    BY_CHUNK,  # set by the entry: is a task a chunk of a tile, or a whole tile?
+    SCORE_ROWS,  # addresses of the functions of `attention_state_ir`
+    SOFTMAX_ROWS,
+    MIX_ROWS,
+    WRITE_KV_ROW,
+    CLEAN_PAGE,
+    CLEAR_ROWS,
+    MERGE_ROWS,
+    FINISH_ROWS,
+    NUM_FIELDS,
+) = range(FIRST_FIELD, FIRST_FIELD + 40)
+
+# Scratch of one thread: fixed parts first, those that grow with the head dimension last.
+_QUERY_ROWS = 0
+OUT_ROWS = _QUERY_ROWS + 8 * TILE_ROWS
+_BOUNDS = OUT_ROWS + 8 * TILE_ROWS
+_PAGES = _BOUNDS + 16 * TILE_ROWS  # K now, K next, V now, V next: 8 addresses each
+_STATE = _PAGES + 4 * 64
+_MORE_STATE = _STATE + STATE_BYTES * TILE_ROWS
+_ORIGINALS = _MORE_STATE + STATE_BYTES * TILE_ROWS  # addresses of 8 V pages, and a flag
+_SCORES = _ORIGINALS + 128
+_PROBS = _SCORES + 4 * BLOCK * TILE_ROWS
+_GROWING = _PROBS + 4 * BLOCK * TILE_ROWS
+
+
+def acc_stride(dim: int) -> int:
+    """Bytes of one row of fp32 sums: whole vectors."""
+    return -(-dim // 16) * 64
+
+
+def scratch_bytes(dim: int) -> int:
+    """Scratch of one thread: two tiles of sums and a block of cleaned V pages behind the fixed parts."""
+    return _GROWING + 2 * TILE_ROWS * acc_stride(dim) + BLOCK * (acc_stride(dim) + 64)
+
+
+@njit(error_model="numpy")
+def first_key(p: int, position: int) -> int:
+    """The first position that a query at `position` sees."""
+    first = 0
+    window = load_i64(p + 8 * WINDOW)
+    if window > 0:
+        first = max(first, position - window + 1)
+    chunk = load_i64(p + 8 * ATTENTION_CHUNK)
+    if chunk > 0:
+        first = max(first, position // chunk * chunk)
+    return first
+
+
+@njit(error_model="numpy")
+def _find_pages(p: int, table: int, head: int, start: int, stop: int, keys: int, values: int) -> None:
+    """Addresses of the 8 K and V pages of the block at `start`; those past `stop` repeat the last one."""
+    per_page = load_i64(p + 8 * PAGE_BLOCKS)
+    kv_heads = load_i64(p + 8 * KV_HEADS)
+    size = load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES) * PAGE
+    k_pages = load_i64(p + 8 * K_PAGES)
+    v_pages = load_i64(p + 8 * V_PAGES)
+    last = (stop - 1) // PAGE
+    for j in range(BLOCK // PAGE):
+        block = min(start // PAGE + j, last)
+        place = load_i32(table + 4 * (block // per_page)) * per_page + block % per_page
+        store_i64(k_pages + (place * kv_heads + head) * size, keys + 8 * j)
+        store_i64(v_pages + (place * kv_heads + head) * size, values + 8 * j)
+
+
+@njit(error_model="numpy")
+def _clean(p: int, scratch: int, start: int, j: int, low: int, high: int, found: int) -> int:
+    """Clean page `j` of the block at `start` for the visible range [low, high); returns the copy's address."""
+    dim = load_i64(p + 8 * DIM)
+    target = scratch + _GROWING + 2 * TILE_ROWS * ((dim + 15) // 16 * 64)
+    target += j * dim * load_i64(p + 8 * VALUE_BYTES) * PAGE
+    page = load_i64(scratch + _ORIGINALS + 8 * j)
+    at = start + PAGE * j
+    call_native(load_i64(p + 8 * CLEAN_PAGE), page, target, low - at, high - at, dim, found)
+    return target
+
+
+@njit(error_model="numpy")
+def _clean_block(p: int, scratch: int, n: int, start: int, low: int, high: int, pages: int) -> int:
+    """Put clean copies in the place of pages that not every row of the tile sees in full.
+
+    Returns whether an infinity or NaN is left that some rows must not see.
+    """
+    bounds, found = scratch + _BOUNDS, scratch + _ORIGINALS + 64
+    seen_low, seen_high = load_i64(bounds), load_i64(bounds + 16 * (n - 1) + 8)
+    all_low, all_high = load_i64(bounds + 16 * (n - 1)), load_i64(bounds + 8)
+    store_i64(0, found)
+    for j in range(low, high):
+        store_i64(load_i64(pages + 8 * j), scratch + _ORIGINALS + 8 * j)
+        at = start + PAGE * j
+        if all_low > at or all_high < at + PAGE:
+            store_i64(_clean(p, scratch, start, j, seen_low, seen_high, found), pages + 8 * j)
+    return load_i64(found) if seen_low != all_low or seen_high != all_high else 0
+
+
+@njit(error_model="numpy")
+def _mix(
+    p: int, scratch: int, n: int, low: int, high: int, state: int, acc: int, pages: int, ahead: int
+) -> None:
+    """Add the values of a block's pages [low, high) to the sums of all rows."""
+    dim = load_i64(p + 8 * DIM)
+    stride = (dim + 15) // 16 * 64
+    mix_rows, probs = load_i64(p + 8 * MIX_ROWS), scratch + _PROBS
+    call_native(mix_rows, probs, n, pages, ahead, low, high, dim, acc, stride, state)
+
+
+@njit(error_model="numpy")
+def _mix_one_by_one(
+    p: int, scratch: int, n: int, start: int, low: int, high: int, state: int, acc: int, pages: int
+) -> None:
+    """The same with pages cleaned for each row: what a row must not see is not finite."""
+    dim = load_i64(p + 8 * DIM)
+    stride = (dim + 15) // 16 * 64
+    mix_rows, found = load_i64(p + 8 * MIX_ROWS), scratch + _ORIGINALS + 64
+    for r in range(n):
+        row = scratch + _BOUNDS + 16 * r
+        for j in range(low, high):
+            copy = _clean(p, scratch, start, j, load_i64(row), load_i64(row + 8), found)
+            store_i64(copy, pages + 8 * j)
+        probs, sums, here = scratch + _PROBS + 4 * BLOCK * r, acc + stride * r, state + STATE_BYTES * r
+        call_native(mix_rows, probs, 1, pages, pages, low, high, dim, sums, stride, here)
+
+
+@njit(error_model="numpy")
+def attend_chunk(
+    p: int, scratch: int, n: int, table: int, head: int, start: int, state: int, acc: int
+) -> None:
+    """Set state and sums to one chunk of keys, for the tile whose queries and bounds stand in `scratch`."""
+    dim = load_i64(p + 8 * DIM)
+    stride = (dim + 15) // 16 * 64
+    bounds = scratch + _BOUNDS
+    seen_low, seen_high = load_i64(bounds), load_i64(bounds + 16 * (n - 1) + 8)
+    all_low, all_high = load_i64(bounds + 16 * (n - 1)), load_i64(bounds + 8)
+    words = dim * load_i64(p + 8 * VALUE_BYTES) // 4
+    keys, next_keys = scratch + _PAGES, scratch + _PAGES + 64
+    values, next_values = scratch + _PAGES + 128, scratch + _PAGES + 192
+    call_native(load_i64(p + 8 * CLEAR_ROWS), n, state, acc, stride)
+    at = max(start, seen_low // BLOCK * BLOCK)
+    stop = min(start + CHUNK, seen_high)
+    _find_pages(p, table, head, at, seen_high, keys, values)
+    while at < stop:
+        _find_pages(p, table, head, at + BLOCK, seen_high, next_keys, next_values)
+        low = max(0, (seen_low - at) // PAGE)
+        high = min(BLOCK // PAGE, (seen_high - at + PAGE - 1) // PAGE)
+        for half in range(2):
+            if low < 4 * half + 4 and high > 4 * half:
+                call_native(
+                    load_i64(p + 8 * SCORE_ROWS),
+                    scratch + _QUERY_ROWS,
+                    n,
+                    keys + 32 * half,
+                    next_keys + 32 * half,
+                    words,
+                    scratch + _SCORES + 256 * half,
+                )
+        partly = all_low > at + PAGE * low or all_high < at + PAGE * high
+        call_native(
+            load_i64(p + 8 * SOFTMAX_ROWS),
+            scratch + _SCORES,
+            scratch + _PROBS,
+            n,
+            low,
+            high,
+            1 if partly else 0,
+            bounds,
+            at,
+            state,
+            p + 8 * FACTOR,
+        )
+        if partly and _clean_block(p, scratch, n, at, low, high, values):
+            _mix_one_by_one(p, scratch, n, at, low, high, state, acc, values)
+        else:
+            _mix(p, scratch, n, low, high, state, acc, values, next_values)
+        keys, next_keys = next_keys, keys
+        values, next_values = next_values, values
+        at += BLOCK
+
+
+@njit(error_model="numpy")
+def set_tile(p: int, scratch: int, request: int, head: int, first: int) -> int:
+    """Addresses and visible ranges of a tile's rows (token, head of the group); returns how many."""
+    group = load_i64(p + 8 * Q_HEADS) // load_i64(p + 8 * KV_HEADS)
+    requests, capacity = load_i64(p + 8 * REQUESTS), 8 * load_i64(p + 8 * CAPACITY)
+    token, tokens = load_i64(requests + 8 * request), load_i64(requests + capacity + 8 * request)
+    position = load_i64(requests + 2 * capacity + 8 * request) - tokens
+    row_bytes = load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES)
+    q, q_stride = load_i64(p + 8 * Q), load_i64(p + 8 * Q_STRIDE)
+    out, out_stride = load_i64(p + 8 * OUT), load_i64(p + 8 * OUT_STRIDE)
+    n = min(TILE_ROWS, tokens * group - first)
+    for r in range(n):
+        step = (first + r) // group
+        offset = (head * group + (first + r) % group) * row_bytes
+        store_i64(q + (token + step) * q_stride + offset, scratch + _QUERY_ROWS + 8 * r)
+        store_i64(out + (token + step) * out_stride + offset, scratch + OUT_ROWS + 8 * r)
+        store_i64(first_key(p, position + step), scratch + _BOUNDS + 16 * r)
+        store_i64(position + step + 1, scratch + _BOUNDS + 16 * r + 8)
+    return n
+
+
+@njit(error_model="numpy")
+def attend_tile(p: int, scratch: int, request: int, head: int, first: int) -> None:
+    """A tile from its first key to its last: chunk after chunk, merged in order."""
+    dim = load_i64(p + 8 * DIM)
+    stride = (dim + 15) // 16 * 64
+    n = set_tile(p, scratch, request, head, first)
+    table = table_row(p, request)
+    bounds = scratch + _BOUNDS
+    start = load_i64(bounds) // CHUNK * CHUNK
+    stop = load_i64(bounds + 16 * (n - 1) + 8)
+    state, acc = scratch + _STATE, scratch + _GROWING
+    more, more_acc = scratch + _MORE_STATE, acc + TILE_ROWS * stride
+    attend_chunk(p, scratch, n, table, head, start, state, acc)
+    for at in range(start + CHUNK, stop, CHUNK):
+        attend_chunk(p, scratch, n, table, head, at, more, more_acc)
+        call_native(load_i64(p + 8 * MERGE_ROWS), n, state, acc, more, more_acc, stride)
+    call_native(load_i64(p + 8 * FINISH_ROWS), n, dim, state, acc, stride, scratch + OUT_ROWS)
+
+
+@njit(error_model="numpy")
+def table_row(p: int, request: int) -> int:
+    row = load_i64(load_i64(p + 8 * REQUESTS) + 24 * load_i64(p + 8 * CAPACITY) + 8 * request)
+    return load_i64(p + 8 * TABLE) + row * load_i64(p + 8 * TABLE_STRIDE)

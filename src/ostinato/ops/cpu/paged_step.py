@@ -1,0 +1,214 @@
+"""One launch of paged attention: K and V of the step into pages, then every tile, over all threads.
+
+Knows nothing of tensors or of arithmetic (see `paged_attention`). Invariant: who computes a tile or a chunk
+is decided by a counter and by the size of the step, and never changes a bit.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.intrinsics import call_barrier
+from ostinato.ops.cpu.launch import BARRIER, COUNTER, TASKS, THREADS, reset_counter, run_worker
+from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
+from ostinato.ops.cpu.paged_attention import (
+    BY_CHUNK,
+    CAPACITY,
+    COUNTS,
+    DIM,
+    FINISH_ROWS,
+    ITEMS_PER_THREAD,
+    K_NEW,
+    K_PAGES,
+    K_STRIDE,
+    KV_HEADS,
+    MERGE_ROWS,
+    OUT,
+    OUT_ROWS,
+    OUT_STRIDE,
+    PARTIAL_ROWS,
+    PARTIALS,
+    PARTIALS_BYTES,
+    Q_HEADS,
+    REQUESTS,
+    ROWS,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SLOTS,
+    TILE_ROWS,
+    V_NEW,
+    V_PAGES,
+    V_STRIDE,
+    VALUE_BYTES,
+    WRITE_KV_ROW,
+    attend_chunk,
+    attend_tile,
+    first_key,
+    set_tile,
+    table_row,
+)
+
+# Counters of a launch, a cache line each: next task (at 0), thread number, rows to write, tile to merge.
+_NEXT_THREAD, _NEXT_ROWS, _NEXT_MERGE = 64, 128, 192
+_ROWS_AT_ONCE = 16
+
+
+@njit(error_model="numpy")
+def _write_row(p: int, row: int) -> None:
+    """K and V of one row of the step, all heads, into its slot."""
+    slot = load_i64(load_i64(p + 8 * SLOTS) + 8 * row)
+    dim, value_bytes = load_i64(p + 8 * DIM), load_i64(p + 8 * VALUE_BYTES)
+    kv_heads = load_i64(p + 8 * KV_HEADS)
+    size = dim * value_bytes * PAGE
+    k_new = load_i64(p + 8 * K_NEW) + row * load_i64(p + 8 * K_STRIDE)
+    v_new = load_i64(p + 8 * V_NEW) + row * load_i64(p + 8 * V_STRIDE)
+    place = slot // PAGE * kv_heads * size
+    for head in range(kv_heads):
+        call_native(
+            load_i64(p + 8 * WRITE_KV_ROW),
+            k_new + head * dim * value_bytes,
+            v_new + head * dim * value_bytes,
+            load_i64(p + 8 * K_PAGES) + place + head * size,
+            load_i64(p + 8 * V_PAGES) + place + head * size,
+            slot % PAGE,
+            dim,
+        )
+
+
+@njit(error_model="numpy")
+def _tiles(p: int, request: int) -> int:
+    """Tiles of one KV head of a request."""
+    requests, capacity = load_i64(p + 8 * REQUESTS), 8 * load_i64(p + 8 * CAPACITY)
+    group = load_i64(p + 8 * Q_HEADS) // load_i64(p + 8 * KV_HEADS)
+    return (load_i64(requests + capacity + 8 * request) * group + TILE_ROWS - 1) // TILE_ROWS
+
+
+@njit(error_model="numpy")
+def _first_chunk(p: int, request: int) -> int:
+    """The first chunk that a row of the request sees."""
+    requests, capacity = load_i64(p + 8 * REQUESTS), 8 * load_i64(p + 8 * CAPACITY)
+    tokens = load_i64(requests + capacity + 8 * request)
+    return first_key(p, load_i64(requests + 2 * capacity + 8 * request) - tokens) // CHUNK
+
+
+@njit(error_model="numpy")
+def _chunks(p: int, request: int) -> int:
+    """How many chunks the rows of a request see; 0 for a request without rows."""
+    requests, capacity = load_i64(p + 8 * REQUESTS), 8 * load_i64(p + 8 * CAPACITY)
+    if load_i64(requests + capacity + 8 * request) == 0:
+        return 0
+    length = load_i64(requests + 2 * capacity + 8 * request)
+    return (length + CHUNK - 1) // CHUNK - _first_chunk(p, request)
+
+
+@njit(error_model="numpy")
+def _partial_bytes(p: int) -> int:
+    """Room for the state and then the sums of one tile whose chunks are shared out."""
+    return load_i64(p + 8 * PARTIAL_ROWS) * (STATE_BYTES + (load_i64(p + 8 * DIM) + 15) // 16 * 64)
+
+
+@njit(error_model="numpy")
+def _share_out(p: int) -> int:
+    """Set the number of tasks and whether each is a chunk or a tile; returns the KV words to be read.
+
+    Chunks are shared out where each request has one tile, tiles are few, and partial sums have room.
+    """
+    kv_heads, threads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * THREADS)
+    group = load_i64(p + 8 * Q_HEADS) // kv_heads
+    tiles, chunks, work, most = 0, 0, 0, 0
+    requests, capacity = load_i64(p + 8 * REQUESTS), 8 * load_i64(p + 8 * CAPACITY)
+    for request in range(load_i64(load_i64(p + 8 * COUNTS))):
+        mine = _tiles(p, request)
+        tiles += mine * kv_heads
+        chunks += _chunks(p, request) * kv_heads
+        most = max(most, load_i64(requests + capacity + 8 * request) * group)
+        work += load_i64(requests + 2 * capacity + 8 * request) * mine
+    store_i64(min(most, TILE_ROWS), p + 8 * PARTIAL_ROWS)
+    fits = chunks * _partial_bytes(p) <= load_i64(p + 8 * PARTIALS_BYTES)
+    by_chunk = (
+        most <= TILE_ROWS and fits and threads > 1 and chunks > tiles and tiles < ITEMS_PER_THREAD * threads
+    )
+    store_i64(1 if by_chunk else 0, p + 8 * BY_CHUNK)
+    store_i64(chunks if by_chunk else tiles, p + 8 * TASKS)
+    return work * kv_heads * load_i64(p + 8 * DIM)
+
+
+@njit(error_model="numpy")
+def _attend(p: int, scratch: int) -> None:
+    """Take tasks until none is left. The last tiles of a request see most keys and come first."""
+    kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER)
+    tasks, by_chunk = load_i64(p + 8 * TASKS), load_i64(p + 8 * BY_CHUNK)
+    request, begin, each, end = -1, 0, 0, 0
+    task = fetch_add(counter, 1)
+    while task < tasks:
+        while task >= end:
+            begin = end
+            request += 1
+            each = _chunks(p, request) if by_chunk else _tiles(p, request)
+            end = begin + each * kv_heads
+        place = task - begin
+        if by_chunk:
+            state = load_i64(p + 8 * PARTIALS) + task * _partial_bytes(p)
+            n = set_tile(p, scratch, request, place // each, 0)
+            start = (_first_chunk(p, request) + place % each) * CHUNK
+            acc = state + load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
+            attend_chunk(p, scratch, n, table_row(p, request), place // each, start, state, acc)
+        else:
+            attend_tile(p, scratch, request, place % kv_heads, (each - 1 - place // kv_heads) * TILE_ROWS)
+        task = fetch_add(counter, 1)
+
+
+@njit(error_model="numpy")
+def _merge(p: int, scratch: int) -> None:
+    """Merge the chunks of every tile in order, and write its rows."""
+    kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER) + _NEXT_MERGE
+    dim, size = load_i64(p + 8 * DIM), _partial_bytes(p)
+    stride = (dim + 15) // 16 * 64
+    partial, turn = load_i64(p + 8 * PARTIALS), 0
+    mine = fetch_add(counter, 1)
+    for request in range(load_i64(load_i64(p + 8 * COUNTS))):
+        chunks = _chunks(p, request)
+        if chunks == 0:
+            continue
+        for head in range(kv_heads):
+            if turn == mine:
+                n = set_tile(p, scratch, request, head, 0)
+                acc = partial + load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
+                for chunk in range(1, chunks):
+                    more = partial + chunk * size
+                    more_acc = more + load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
+                    call_native(load_i64(p + 8 * MERGE_ROWS), n, partial, acc, more, more_acc, stride)
+                call_native(load_i64(p + 8 * FINISH_ROWS), n, dim, partial, acc, stride, scratch + OUT_ROWS)
+                mine = fetch_add(counter, 1)
+            partial += chunks * size
+            turn += 1
+
+
+def attention_worker(p: int) -> None:
+    """Each thread: write K and V, wait, attend, and, where chunks were shared out, wait and merge."""
+    counter = load_i64(p + 8 * COUNTER)
+    scratch = load_i64(p + 8 * SCRATCH)
+    scratch += fetch_add(counter + _NEXT_THREAD, 1) * load_i64(p + 8 * SCRATCH_STRIDE)
+    rows = load_i64(load_i64(p + 8 * COUNTS) + 8)
+    start = fetch_add(counter + _NEXT_ROWS, _ROWS_AT_ONCE)
+    while start < rows:
+        for row in range(start, min(start + _ROWS_AT_ONCE, rows)):
+            _write_row(p, row)
+        start = fetch_add(counter + _NEXT_ROWS, _ROWS_AT_ONCE)
+    call_barrier(load_i64(p + 8 * BARRIER))
+    _attend(p, scratch)
+    if load_i64(p + 8 * BY_CHUNK):
+        call_barrier(load_i64(p + 8 * BARRIER))
+        _merge(p, scratch)
+
+
+def attention_entry(p: int) -> None:
+    """Write the step's K and V, attend, and zero the rows past the count."""
+    reset_counter(p)
+    work = _share_out(p)
+    out, out_stride = load_i64(p + 8 * OUT), load_i64(p + 8 * OUT_STRIDE)
+    row_bytes = load_i64(p + 8 * Q_HEADS) * load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES)
+    for row in range(load_i64(load_i64(p + 8 * COUNTS) + 8), load_i64(p + 8 * ROWS)):
+        zero_bytes(out + row * out_stride, row_bytes)
+    run_worker(p, work)
