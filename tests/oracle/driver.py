@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ostinato.attention import ReferenceAttention
-from ostinato.graphs.stream import EagerStream
+from ostinato.graphs.stream import EagerStream, Stream
 from ostinato.models import CausalLM, ModelConfig, load_model, read_config
 from ostinato.ops import ReferenceOps
 from ostinato.padding import StepMode, StepShape
@@ -96,19 +96,19 @@ class Driver:
         )
         return cls(model, cache, padding, [0] * requests)
 
-    def step(self, tokens: list[list[int]], *, mode: StepMode = StepMode.EXTEND) -> list[torch.Tensor]:
-        """Append `tokens[r]` to request r (none: left out); fp32 logits [len(tokens[r]), vocab] of each."""
+    def view(self, tokens: list[list[int]], mode: StepMode) -> tuple[View, StepShape]:
+        """The padded step that appends `tokens[r]` to request r (none: left out)."""
         active = [r for r, new in enumerate(tokens) if new]
         counts = [len(tokens[r]) for r in active]
         total, pads = sum(counts), self.padding
-        starts = [self.lengths[r] for r in active]
-        spans = [(r, start, start + n) for r, start, n in zip(active, starts, counts, strict=True)]
+        spans = [(r, self.lengths[r], self.lengths[r] + n) for r, n in zip(active, counts, strict=True)]
         far = 10**9  # what a pad row may hold
 
         def padded(values: list[int], fill: int) -> torch.Tensor:
             return torch.tensor([*values, *[fill] * pads], dtype=torch.int64)
 
         lens = padded([stop for _, _, stop in spans], 1)
+        starts = [sum(counts[:i]) for i in range(len(counts))]
         view = View(
             mode=mode,
             input_ids=padded([t for r in active for t in tokens[r]], far),
@@ -116,20 +116,23 @@ class Driver:
             out_cache_loc=padded([s for span in spans for s in self.cache.slots(*span).tolist()], far),
             req_pool_indices=padded([r + 1 for r in active], 0),
             seq_lens=lens,
-            seq_lens_cpu=lens,
+            seq_lens_cpu=lens.clone(),
             extend_seq_lens=padded(counts, 0) if mode.is_extend else None,
-            extend_start_loc=padded([sum(counts[:i]) for i in range(len(counts))], 0)
-            if mode.is_extend
-            else None,
+            extend_start_loc=padded(starts, 0) if mode.is_extend else None,
             num_token_non_padded=torch.tensor([total], dtype=torch.int32),
         )
-        shape = StepShape(mode, (total,), len(active), total + pads, len(active) + pads)
-        self.model.attention.plan(view, shape)
-        stream = EagerStream()
+        return view, StepShape(mode, (total,), len(active), total + pads, len(active) + pads)
+
+    def run(self, view: View, stream: Stream) -> torch.Tensor:
+        """fp32 logits of all rows, pads included."""
         hidden = self.model.forward(view, stream)
-        rows = self.model.select_rows(hidden, torch.arange(total), stream)
-        logits = self.model.logits(rows, stream).clone()
-        for r, _, stop in spans:
-            self.lengths[r] = stop
-        parts = iter(logits.split(counts))
-        return [next(parts) if new else logits[:0] for new in tokens]
+        return self.model.logits(hidden, stream)
+
+    def step(self, tokens: list[list[int]], *, mode: StepMode = StepMode.EXTEND) -> list[torch.Tensor]:
+        """Append `tokens[r]` to request r; fp32 logits [len(tokens[r]), vocab] of each."""
+        view, shape = self.view(tokens, mode)
+        self.model.attention.plan(view, shape)
+        logits = self.run(view, EagerStream()).clone()
+        counts = [len(new) for new in tokens]
+        self.lengths = [length + n for length, n in zip(self.lengths, counts, strict=True)]
+        return list(logits[: sum(counts)].split(counts))

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from ostinato.attention import ReferenceAttention
-from ostinato.errors import ModelError
+from ostinato.errors import ModelError, PadContractError
 from ostinato.graphs.stream import EagerStream
 from ostinato.models import CausalLM, load_model, read_config, resolve_model
 from ostinato.models.loader import WeightSource, weight_files
 from ostinato.ops import ReferenceOps
+from ostinato.padding import PadContract
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -111,6 +112,25 @@ def head(model: CausalLM) -> torch.Tensor:
     """The head's weights [vocab, hidden], through the model's own logits."""
     columns = [model.logits(row.unsqueeze(0), EagerStream())[0].clone() for row in torch.eye(16)]
     return torch.stack(columns, dim=1)
+
+
+class AttendsToPads(ReferenceAttention):
+    """A backend that says nothing about pads."""
+
+    @property
+    def pad_contract(self) -> PadContract:
+        return PadContract("careless attention")
+
+
+def test_attention_that_declares_nothing_about_pads_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PadContractError, match="careless attention does not honour"):
+        load_model(
+            write(tmp_path, weights()),
+            ops=ReferenceOps(),
+            attention=AttendsToPads(NoCache()),
+            max_num_tokens=4,
+            max_bs=4,
+        )
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class ReferenceAttention:
         else:
             plan[0] = torch.arange(bs)
             plan[1] = 1
-        plan[2] = view.seq_lens[:bs]
+        plan[2] = view.seq_lens_cpu[:bs]
         plan[3] = view.req_pool_indices[:bs]
         self._counts[0] = bs
         self._counts[1] = rows

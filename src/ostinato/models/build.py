@@ -26,6 +26,7 @@ from ostinato.moe.layer import MoELayer, SharedExpert, reserve_moe_buffers
 from ostinato.moe.routing import Consumers
 from ostinato.moe.topk import TopKConfig
 from ostinato.ops.opset import OpSet, PackedExperts, PackedLinear
+from ostinato.padding import PadContract, check_pad_contracts
 
 ConsumersOf = Callable[[int], Consumers]
 """Who reads the routed ids of layer i."""
@@ -52,6 +53,7 @@ def load_model(
 
     Raises ModelError for whatever is wrong with the checkpoint, PadContractError for parts that do not fit.
     """
+    check_pad_contracts(PadContract("a padded batch", emits_count=True), attention.pad_contract)
     config = config or read_config(path)
     family = config.family
     source = WeightSource(path, renamed=family.renamed, ignored=family.ignored, progress=progress)

@@ -49,6 +49,7 @@ class CausalLM:
         `attention.plan` must have run for this step. Rows past the real ones hold finite or stale values of
         no meaning; they never influence a real row, whatever the pads of `view` hold.
         """
+        assert view.input_ids is not None, "a decoder embeds ids; steps without them are not its own"
         rows, size = view.input_ids.shape[0], self.config.hidden_size
         residual = self.workspace.take("residual", rows, size)
         normed = self.workspace.take("normed", rows, size)
