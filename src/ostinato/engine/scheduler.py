@@ -1,0 +1,351 @@
+"""What runs next: continuous batching over a paged pool, host side only.
+
+    submit ─▶ waiting ──admission──▶ (chunked) ─▶ running ─▶ finished
+                 ▲─────────retraction────────────────┘
+
+`schedule` picks a step (prefill first, else decode), `commit` takes its tokens. Knows nothing of tensors but the page
+table, and nothing of text. Invariant: after every call each page is free, in the tree, or held by one live sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ostinato.engine.admission import (
+    RETRACT_HEADROOM,
+    Admission,
+    NewTokenRatio,
+    PoolLimits,
+    StepBudget,
+    expected_growth,
+    fits_by_simulation,
+    reserved_tokens,
+    retraction_order,
+)
+from ostinato.engine.request import FinishReason
+from ostinato.engine.residency import Residency
+from ostinato.engine.sequence import Sequence, SequenceState
+from ostinato.kv.radix import PrefixMatch
+from ostinato.padding import StepMode, align_up
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Limits and policies. `chunked_prefill_size` None switches chunking off; it is a multiple of the page."""
+
+    max_running_requests: int
+    max_prefill_tokens: int
+    context_length: int
+    chunked_prefill_size: int | None = None
+    mixed_prefill: bool = False
+    conservativeness: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Rows [start, start + num_tokens) of a sequence, run in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    prefill: bool
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last row is the last known token, so that the step yields a next one."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: its mode and its rows, in order."""
+
+    mode: StepMode
+    rows: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+PrefillNegotiation = Callable[[bool], bool]
+"""Asked once per admission, after every local gate has passed, with True ("this rank can prefill"); False delays it."""
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix reuse and retraction. See the module for the picture."""
+
+    def __init__(
+        self, options: SchedulerOptions, kv: Residency, negotiate: PrefillNegotiation | None = None
+    ) -> None:
+        self.options = options
+        self.kv = kv
+        self.limits = PoolLimits(kv.total_tokens, kv.page_size, options.context_length)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.chunked: Sequence | None = None
+        self.ratio = NewTokenRatio(options.conservativeness)
+        self.counts: Counter[str] = Counter()
+        self._page = kv.page_size
+        self._negotiate = negotiate
+        self._failed: list[Sequence] = []
+
+    # ---- intake and exit ----
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence whose length `limits.clamp` has accepted."""
+        insort(self.waiting, sequence, key=lambda s: s.queue_key)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence in any state, now: its finished pages go to the prefix tree, the rest are free."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            if sequence is self.chunked:
+                self.chunked = None
+            else:
+                self.running.remove(sequence)
+            self.kv.cache(sequence)
+            self.kv.release(sequence)
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        self.counts[f"finished_{reason}"] += 1
+
+    def take_failed(self) -> list[Sequence]:
+        """Sequences that `schedule` had to end because the pool could not hold even one of them."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.chunked)
+
+    def check_leaks(self) -> None:
+        """Raise AssertionError unless every page is free, in the tree, or held by exactly one live sequence."""
+        live = [*self.running, *([self.chunked] if self.chunked else [])]
+        self.kv.check_leaks(live)
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Plain numbers for `stats()`."""
+        return {
+            "running": len(self.running) + (self.chunked is not None),
+            "waiting": len(self.waiting),
+            **self.kv.as_dict(),
+            "new_token_ratio": self.ratio.value,
+            **self.counts,
+        }
+
+    # ---- one step ----
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run now. Page tables are ready when it returns."""
+        # Decode rows of a mixed step take their pages first: admission then sees what is really left.
+        decode = self._decode_rows() if self.options.mixed_prefill else []
+        rows = self._admit(len(decode))
+        if rows:
+            return StepPlan(StepMode.MIXED if decode else StepMode.EXTEND, (*rows, *decode))
+        decode = decode or self._decode_rows()
+        if decode:
+            return StepPlan(StepMode.DECODE, tuple(decode))
+        if not self.has_work:
+            self.ratio.reset()
+        return None
+
+    def commit(self, plan: StepPlan, tokens: Mapping[Sequence, int]) -> list[Sequence]:
+        """Take the tokens of a step that ran, by sequence; returns those that it ended (length, stop tokens)."""
+        ended: list[Sequence] = []
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence.state is SequenceState.FINISHED:
+                continue  # aborted while the step ran: its pages are free already, its token has nobody
+            assert sequence.state is SequenceState.RUNNING
+            sequence.num_computed = row.start + row.num_tokens
+            if row.prefill:
+                self.kv.cache(sequence)
+            if sequence in tokens:
+                sequence.output_token_ids.append(tokens[sequence])
+                if self._ends(sequence, tokens[sequence]):
+                    ended.append(sequence)
+            elif sequence.max_new_tokens == 0 and sequence.num_computed == sequence.num_tokens:
+                self.finish(sequence, "length")
+                ended.append(sequence)
+        return ended
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        generated = len(sequence.output_token_ids)
+        if token in sequence.stop_token_ids and generated > sequence.request.params.min_tokens:
+            self.finish(sequence, "stop", token)
+        elif generated >= sequence.max_new_tokens:
+            self.finish(sequence, "length")
+        else:
+            return False
+        return True
+
+    # ---- prefill ----
+
+    def _admit(self, decode_rows: int) -> list[ScheduledSequence]:
+        """Prefill rows of this step: the chunk in hand first, then the queue in order while budgets last."""
+        options = self.options
+        chunk = options.chunked_prefill_size
+        budget = StepBudget(
+            self._page,
+            align_up(options.max_prefill_tokens, self._page) - decode_rows,
+            None if chunk is None else chunk - decode_rows,
+        )
+        rows: list[ScheduledSequence] = []
+        if self.chunked is not None:
+            row = self._continue_chunk(self.chunked, budget)
+            rows += [row] if row else []
+        started: list[Sequence] = []
+        for sequence in list(self.waiting):
+            if self.chunked is not None:
+                break  # one chunked request at a time
+            if self._held_back(sequence, started):
+                continue
+            verdict, row = self._try(sequence, budget, started)
+            self.counts[f"admission_{verdict.value}"] += 1
+            if row is None:
+                if verdict is Admission.NO_TOKEN and not self.running:
+                    # Nothing runs, so nothing will ever be given back: waiting on would be for ever.
+                    self._fail(sequence, "it does not fit the KV cache even alone")
+                    continue
+                break
+            rows.append(row)
+            started.append(sequence)
+        return rows
+
+    def _held_back(self, sequence: Sequence, started: list[Sequence]) -> bool:
+        """A sibling waits until its leader's prompt is in the prefix tree, instead of computing it twice."""
+        leader = sequence.leader
+        if leader is None or not self.kv.radix.enabled or leader.state is SequenceState.FINISHED:
+            return False
+        return leader.num_computed < leader.prompt_len or leader in started
+
+    def _passes(self, sequence: Sequence, extend: int, started: list[Sequence]) -> bool:
+        """The KV gate. The growth of sequences that started in this very step counts in full."""
+        live = [*self.running, *([self.chunked] if self.chunked else [])]
+        if sequence.request.params.ignore_eos:
+            return fits_by_simulation(self.kv.available_tokens - self._page, extend, sequence, live)
+        offset = expected_growth([s for s in live if s not in started], self.ratio.value)
+        offset += expected_growth(started, 1.0)
+        return reserved_tokens(extend, sequence.remaining_new, self._page) < self.kv.available_tokens - offset
+
+    def _try(
+        self, sequence: Sequence, budget: StepBudget, started: list[Sequence]
+    ) -> tuple[Admission, ScheduledSequence | None]:
+        """One waiting sequence: pre-lock gates, lock, re-check, negotiate, commit."""
+        if len(self.running) >= self.options.max_running_requests or self.kv.pool.free_rows == 0:
+            return Admission.OTHER, None
+        # The last known token is always computed again: its logits choose the next one.
+        # Prompt log-probabilities need the logits of every position, so such a prompt uses no cached prefix.
+        known = sequence.tokens(0, 0 if sequence.wants_prompt_logits else sequence.num_tokens - 1)
+        match = self.kv.radix.match(known, sequence.request.extra_key)
+        start = len(match.pages) * self._page
+        extend = sequence.num_tokens - start
+        if not self._passes(sequence, extend, started):
+            return Admission.NO_TOKEN, None
+        now = budget.extend_for(extend)
+        if now == 0:
+            return Admission.OTHER, None
+        self.kv.radix.lock(match.node)  # moves evictable pages to protected, so the gate is asked again
+        if not self._passes(sequence, extend, started):
+            self.kv.radix.unlock(match.node)
+            return Admission.NO_TOKEN, None
+        if self._negotiate is not None and not self._negotiate(True):
+            self.kv.radix.unlock(match.node)
+            return Admission.OTHER, None
+        self._start(sequence, match)
+        return Admission.CONTINUE, self._extend(sequence, now, budget)
+
+    def _start(self, sequence: Sequence, match: PrefixMatch) -> None:
+        """Move an admitted sequence out of the queue, onto its cached prefix."""
+        self.waiting.remove(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.kv.start(sequence, match)
+        if sequence.retractions == 0:
+            sequence.num_cached = sequence.num_computed
+        self.counts["cached_tokens"] += sequence.num_computed
+        self.counts["prefill_tokens"] += sequence.num_tokens - sequence.num_computed
+
+    def _extend(self, sequence: Sequence, num_tokens: int, budget: StepBudget) -> ScheduledSequence:
+        """Schedule the next tokens of a prefill; the sequence is then chunked, or running if they are the last."""
+        budget.take(num_tokens)
+        self.kv.grow(sequence, sequence.num_computed + num_tokens)
+        row = ScheduledSequence(sequence, sequence.num_computed, num_tokens, prefill=True)
+        if row.samples:
+            self.chunked = None
+            self.running.append(sequence)
+        else:
+            self.chunked = sequence
+        return row
+
+    def _continue_chunk(self, sequence: Sequence, budget: StepBudget) -> ScheduledSequence | None:
+        """The next chunk of the request being prefilled; its pages were part of what admission reserved."""
+        if self._negotiate is not None:
+            self._negotiate(True)  # takes part in the vote; a continuation does not wait for its verdict
+        extend = sequence.num_tokens - sequence.num_computed
+        now = budget.extend_for(extend)
+        need = align_up(sequence.num_computed + now, self._page) - len(sequence.pages) * self._page
+        if now == 0 or need > self.kv.available_tokens:
+            return None
+        return self._extend(sequence, now, budget)
+
+    # ---- decode ----
+
+    def _decode_rows(self) -> list[ScheduledSequence]:
+        if not self.running:
+            return []
+        if not self._make_room():
+            self.ratio.decay()
+        rows = []
+        for sequence in self.running:
+            self.kv.grow(sequence, sequence.num_tokens)
+            rows.append(ScheduledSequence(sequence, sequence.num_tokens - 1, 1, prefill=False))
+        return rows
+
+    def _make_room(self) -> bool:
+        """Retract sequences while the next decode step does not fit after eviction; whether any was.
+
+        A request amid its chunks goes first: it has generated nothing, and its whole pages stay in the tree for it.
+        """
+        order = retraction_order(self.running)
+        if self._fit(order):
+            return False
+        if self.chunked is not None:
+            self._retract(self.chunked)
+        while len(order) > 1 and not self._fit(order):
+            self._retract(order.pop())
+        if not self._fit(order):
+            self._fail(order[0], "the KV cache is full")
+            return True
+        # Room for the steps to come, so that they need not evict one page at a time.
+        self.kv.evict_for(len(order) * RETRACT_HEADROOM)
+        self.ratio.after_retraction(order)
+        return True
+
+    def _fit(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether the pages that one more step of these sequences takes can be had."""
+        pages = sum(s.num_tokens > len(s.pages) * self._page for s in sequences)
+        return pages * self._page <= self.kv.available_tokens
+
+    def _fail(self, sequence: Sequence, why: str) -> None:
+        self.finish(sequence, "error", why)
+        self._failed.append(sequence)
+
+    def _retract(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue; it will prefill prompt and output again."""
+        if sequence is self.chunked:
+            self.chunked = None
+        else:
+            self.running.remove(sequence)
+        self.kv.release(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.num_computed = 0
+        sequence.retractions += 1
+        self.counts["retractions"] += 1
+        self.submit(sequence)
