@@ -42,7 +42,7 @@ def score_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
             across, along = lanes.times(word, 64), lanes.times(word, 4)
             if streamed:
                 for j in columns:
-                    lanes.prefetch(lanes.at(next_keys[j], across))
+                    lanes.prefetch(lanes.at(next_keys[j], across), nearest=False)
             loaded = [lanes.load(lanes.at(keys[j], across), VI) for j in columns]
             words_of_rows = [lanes.load(lanes.at(query, along), I32) for query in queries]
             return multiply(lanes, kind, totals, loaded, words_of_rows)
@@ -230,7 +230,7 @@ def _mix_tile(
             down = lanes.b.mul(word, v_stride)
             if streamed:
                 for j in range(vectors):
-                    lanes.prefetch(lanes.at(following, down, 64 * j))
+                    lanes.prefetch(lanes.at(following, down, 64 * j), nearest=False)
             places = [lanes.at(values, down, 64 * j) for j in range(vectors)]
             loaded = [lanes.load(place, VI) for place in places[: vectors - (tail is not None)]]
             if tail is not None:

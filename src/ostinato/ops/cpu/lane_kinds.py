@@ -7,6 +7,7 @@ kernels. Invariant: a product accumulates words in sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from llvmlite import ir
 
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.isa import Isa
-from ostinato.ops.cpu.vector_ir import VB16, VB32, VF, VH, Lanes, Value, host_has
+from ostinato.ops.cpu.vector_ir import LANES, VB16, VB32, VF, VH, VI, Lanes, Value, host_has
 
 
 class Kind(Protocol):
@@ -36,6 +37,14 @@ class Kind(Protocol):
 
     def load(self, lanes: Lanes, address: Value, mask: Value | None = None) -> Value:
         """Load 16 values as fp32, zero where the mask is off."""
+        ...
+
+    def load_pairs(self, lanes: Lanes, address: Value, mask: Value) -> tuple[Value, Value]:
+        """First and second values (fp32) of 16 pairs of neighbours; `mask` is by pair."""
+        ...
+
+    def store_pairs(self, lanes: Lanes, pairs: tuple[Value, Value], address: Value, mask: Value) -> None:
+        """The reverse of `load_pairs`."""
         ...
 
     def word_mask(self, lanes: Lanes, word: Value, low: Value, high: Value) -> Value:
@@ -64,6 +73,19 @@ class Float32:
 
     def load(self, lanes: Lanes, address: Value, mask: Value | None = None) -> Value:
         return lanes.load(address) if mask is None else lanes.load_masked(address, mask, VF)
+
+    def load_pairs(self, lanes: Lanes, address: Value, mask: Value) -> tuple[Value, Value]:
+        low, high = _doubled(lanes, mask)
+        near = lanes.load_masked(address, low, VF)
+        far = lanes.load_masked(lanes.at(address, 64), high, VF)
+        first, second = (_pick(lanes, near, far, range(k, 2 * LANES, 2)) for k in (0, 1))
+        return first, second
+
+    def store_pairs(self, lanes: Lanes, pairs: tuple[Value, Value], address: Value, mask: Value) -> None:
+        low, high = _doubled(lanes, mask)
+        order = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+        lanes.store_masked(_pick(lanes, *pairs, order[:LANES]), address, low)
+        lanes.store_masked(_pick(lanes, *pairs, order[LANES:]), lanes.at(address, 64), high)
 
     def word_mask(self, lanes: Lanes, word: Value, low: Value, high: Value) -> Value:
         return _index_mask(lanes, word, low, high, 0xFFFFFFFF)
@@ -100,6 +122,15 @@ class PairedBFloat16:
     def load(self, lanes: Lanes, address: Value, mask: Value | None = None) -> Value:
         return lanes.widen(lanes.load(address, VH) if mask is None else lanes.load_masked(address, mask, VH))
 
+    def load_pairs(self, lanes: Lanes, address: Value, mask: Value) -> tuple[Value, Value]:
+        words, b = lanes.load_masked(address, mask, VI), lanes.b
+        low, high = b.shl(words, lanes.ints(16)), b.and_(words, lanes.ints(0xFFFF0000))
+        return b.bitcast(low, VF), b.bitcast(high, VF)
+
+    def store_pairs(self, lanes: Lanes, pairs: tuple[Value, Value], address: Value, mask: Value) -> None:
+        low, high = (lanes.b.zext(self.narrow(lanes, part), VI) for part in pairs)
+        lanes.store_masked(lanes.b.or_(low, lanes.b.shl(high, lanes.ints(16))), address, mask)
+
     def word_mask(self, lanes: Lanes, word: Value, low: Value, high: Value) -> Value:
         first = lanes.times(word, 2)
         return lanes.b.or_(
@@ -123,6 +154,17 @@ class DottedBFloat16(PairedBFloat16):
     def narrow(self, lanes: Lanes, values: Value) -> Value:
         short = lanes.call("llvm.x86.avx512bf16.cvtneps2bf16.512", VB16, values)
         return lanes.b.bitcast(short, VH)
+
+
+def _pick(lanes: Lanes, near: Value, far: Value, order: Iterable[int]) -> Value:
+    """16 lanes of two vectors, by index into both."""
+    return lanes.b.shuffle_vector(near, far, ir.Constant(VI, list(order)))
+
+
+def _doubled(lanes: Lanes, mask: Value) -> tuple[Value, Value]:
+    """A mask by pair as two masks by value."""
+    low, high = (_pick(lanes, mask, mask, [k + i // 2 for i in range(LANES)]) for k in (0, LANES // 2))
+    return low, high
 
 
 def _index_mask(lanes: Lanes, index: Value, low: Value, high: Value, bits: int) -> Value:

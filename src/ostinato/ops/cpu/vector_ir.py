@@ -109,8 +109,9 @@ class Lanes:
             function = ir.Function(module, ir.FunctionType(result, [a.type for a in args]), name)
         return self.b.call(function, args)
 
-    def prefetch(self, address: Value) -> None:
-        flags = [ir.Constant(I32, n) for n in (0, 3, 1)]  # read, keep in every level, data
+    def prefetch(self, address: Value, *, nearest: bool = True) -> None:
+        """Ask for a line ahead: into every cache, or (not `nearest`) into the second level and up."""
+        flags = [ir.Constant(I32, n) for n in (0, 3 if nearest else 2, 1)]  # read, locality, data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.b.inttoptr(address, POINTER), *flags)
 
     # -- control -------------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+"""Kernels that work row by row: one driver for all of them, and the parameter block they share.
+
+A function of the native library computes rows [first, last) of a launch; threads draw blocks of rows. Knows nothing
+of what a row's function does. Invariant: a row is computed by one thread from its own inputs alone.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from ostinato.ops.cpu.launch import COUNTER, FIRST_FIELD, THREADS, reset_counter, run_worker
+from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64
+
+# Fields after those of every launch. Addresses and strides are in bytes; a function reads those it needs.
+(
+    ROWS,
+    ROW_WORDS,  # 4-byte words that a row touches
+    FUNCTION,  # address of f(p, first, last)
+    X,
+    X_STRIDE,
+    Y,  # residual, or keys
+    Y_STRIDE,
+    OUT,
+    OUT_STRIDE,
+    WEIGHT,
+    BIAS,
+    Y_WEIGHT,
+    EPS,  # fp32 bits
+    DIM,  # values of a vector: a row, or a head of it
+    X_HEADS,  # vectors of a row, one behind the other
+    Y_HEADS,
+    POSITIONS,  # address of int64 [rows]
+    TABLE,  # address of fp32 [positions, 2 * half]: cosines, then sines
+    TABLE_ROWS,
+    HALF,  # pairs that rotary embedding turns
+    NUM_FIELDS,
+) = range(FIRST_FIELD, FIRST_FIELD + 21)
+
+_BLOCKS_PER_THREAD = 4
+
+
+@njit(error_model="numpy")
+def _rows_at_once(p: int) -> int:
+    """Rows of a draw: a few draws for every thread."""
+    share = load_i64(p + 8 * THREADS) * _BLOCKS_PER_THREAD
+    return (load_i64(p + 8 * ROWS) + share - 1) // share
+
+
+def rows_worker(p: int) -> None:
+    """Draw blocks of rows until none is left."""
+    rows, size = load_i64(p + 8 * ROWS), _rows_at_once(p)
+    first = fetch_add(load_i64(p + 8 * COUNTER), size)
+    while first < rows:
+        call_native(load_i64(p + 8 * FUNCTION), p, first, min(first + size, rows))
+        first = fetch_add(load_i64(p + 8 * COUNTER), size)
+
+
+def rows_entry(p: int) -> None:
+    """Run all rows over the team, or here when they are few."""
+    reset_counter(p)
+    if load_i64(p + 8 * ROWS) > 0:
+        run_worker(p, load_i64(p + 8 * ROWS) * load_i64(p + 8 * ROW_WORDS))
