@@ -62,13 +62,25 @@ def fetch(name: str, *, cache_dir: Path, progress: Progress | None = None) -> Pa
     if name not in FETCHABLE:
         raise ModelError(f"no model {name!r} to fetch; the names are {', '.join(FETCHABLE)}")
     cache_dir = Path(cache_dir)
-    final = cache_dir / f"{name}-r{_REVISION}"
+    final = _directory(name, cache_dir)
     if final.is_dir():
         return final
     if name == "smollm2":
         return _build(final, lambda target: _make_smollm2(target, cache_dir, progress))
     dense = fetch("smollm2", cache_dir=cache_dir, progress=progress)
     return _build(final, lambda target: _make_mixture(dense, target, progress))
+
+
+def fetched(name: str, *, cache_dir: Path) -> Path:
+    """The directory of a model that `fetch` has made. Raises ModelError, with the command, when it has not."""
+    final = _directory(name, Path(cache_dir))
+    if not final.is_dir():
+        raise ModelError(f"{name} is not here yet; run `ostinato fetch {name}` first")
+    return final
+
+
+def _directory(name: str, cache_dir: Path) -> Path:
+    return cache_dir / f"{name}-r{_REVISION}"
 
 
 def _build(final: Path, make: Callable[[Path], None]) -> Path:

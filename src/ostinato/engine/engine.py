@@ -1,0 +1,272 @@
+"""The engine: requests in, outputs out, one step at a time.
+
+    submit ─▶ scheduler ─▶ worker ─▶ sampler ─▶ scheduler.commit ─▶ output streams ─▶ RequestOutput
+
+Single-threaded: `submit`, `step` and `abort` are called from one thread. Invariant: whatever a step raises, no page and
+no request is lost; the requests of that step end with reason "error" and the engine goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from ostinato.config import EngineConfig
+from ostinato.engine.launch import launch
+from ostinato.engine.output import OutputStream
+from ostinato.engine.progress import Report
+from ostinato.engine.request import FinishReason, Logprob, Request, RequestOutput, SamplingParams
+from ostinato.engine.sampler import Sampled, SampleInput, mix64, sample, top_logprobs
+from ostinato.engine.scheduler import ScheduledSequence, StepPlan
+from ostinato.engine.sequence import Sequence, SequenceState
+from ostinato.errors import RequestError
+from ostinato.text.chat import ChatTemplate
+from ostinato.text.stop import StopSet
+from ostinato.text.tokenizer import Tokenizer, stop_token_ids
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request in the engine: its sequences, and what callers see of them."""
+
+    request: Request
+    sequences: list[Sequence]
+    streams: list[OutputStream]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    touched: bool = field(default=False)
+
+
+class Engine:
+    """One model, served step by step. Raises ConfigError or ModelError when it cannot be launched."""
+
+    def __init__(self, config: EngineConfig, report: Report) -> None:
+        self.config = config
+        parts = launch(config, report)
+        self.model_config = parts.model_config
+        self.worker = parts.worker
+        self.scheduler = parts.scheduler
+        self.tokenizer = Tokenizer.from_dir(parts.directory)
+        self.chat_template: ChatTemplate = self.tokenizer.chat_template
+        self.stop_token_ids = stop_token_ids(parts.directory, self.tokenizer) | frozenset(
+            self.model_config.eos_token_ids
+        )
+        self._live: dict[str, _Live] = {}
+        self._arrivals = count()
+        self._names = count()
+        self._tokens = {"prompt": 0, "generated": 0}
+
+    # ---- intake ----
+
+    def submit(
+        self,
+        prompt: str | TokenIds[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        extra_key: str = "",
+        add_special_tokens: bool = True,
+    ) -> str:
+        """Queue a prompt (text or token ids); returns its id. Raises RequestError for what can never be served."""
+        name = f"request-{next(self._names)}" if request_id is None else request_id
+        if name in self._live:
+            raise RequestError(f"request id {name!r} is in use; choose another")
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._prompt_ids(prompt, add_special_tokens)
+        self._check_token_ids("logit_bias", params.logit_bias or ())
+        self._check_token_ids("stop_token_ids", params.stop_token_ids)
+        limit = self.scheduler.limits.clamp(len(ids), params.max_tokens)
+        request = Request(name, ids, params, text, priority, extra_key)
+        sequences = self._sequences(request, limit)
+        stops = StopSet(params.stop_strings)
+        streams = [OutputStream(s.index, params, stops, self.tokenizer, ids) for s in sequences]
+        live = _Live(request, sequences, streams)
+        if params.prompt_logprobs is not None:
+            live.prompt_logprobs = [None] * len(ids)
+        self._live[name] = live
+        for sequence in sequences:
+            self.scheduler.submit(sequence)
+        self._tokens["prompt"] += len(ids)
+        return name
+
+    def _prompt_ids(self, prompt: str | TokenIds[int], add_special_tokens: bool) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError("the prompt is empty; give some text")
+            ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        else:
+            ids = tuple(prompt)
+            self._check_token_ids("the prompt", ids)
+        if not ids:
+            raise RequestError("the prompt has no tokens; give at least one")
+        return ids
+
+    def _check_token_ids(self, what: str, ids: Iterable[object]) -> None:
+        size = self.model_config.vocab_size
+        for token in ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
+                raise RequestError(f"{what} holds {token!r}, token ids of this model go from 0 to {size - 1}")
+
+    def _sequences(self, request: Request, limit: int) -> list[Sequence]:
+        params = request.params
+        seed = self.config.seed if params.seed is None else params.seed
+        stops = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stops |= self.stop_token_ids
+        sequences: list[Sequence] = []
+        for index in range(params.n):
+            sequence = Sequence(
+                request,
+                index,
+                next(self._arrivals),
+                seed if index == 0 else mix64(seed, index),
+                self.config.page_size,
+                limit,
+                stops,
+                leader=sequences[0] if sequences else None,
+            )
+            sequences.append(sequence)
+        return sequences
+
+    # ---- steps ----
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the new state of every request that it changed."""
+        plan = self.scheduler.schedule()
+        for sequence in self.scheduler.take_failed():
+            self._end(sequence)
+        if plan is not None:
+            try:
+                self._run(plan)
+            except Exception:
+                for row in plan.rows:
+                    self._finish_request(row.sequence.request.request_id, "error")
+                self._collect()
+                raise
+        return self._collect()
+
+    def _run(self, plan: StepPlan) -> None:
+        result = self.worker.execute(plan, self._take_prompt_logits)
+        sampled = sample(result.logits, [_sample_input(row) for row in result.sampling])
+        chosen = {row.sequence: s for row, s in zip(result.sampling, sampled, strict=True)}
+        ended = self.scheduler.commit(plan, {sequence: s.token_id for sequence, s in chosen.items()})
+        for sequence, token in chosen.items():
+            self._push(sequence, token)
+        for sequence in ended:
+            self._end(sequence)
+        self._tokens["generated"] += len(chosen)
+
+    def _push(self, sequence: Sequence, token: Sampled) -> None:
+        live = self._live[sequence.request.request_id]
+        live.touched = True
+        stream = live.streams[sequence.index]
+        if stream.push(token, ends_sequence=sequence.finish_reason == "stop"):
+            self.scheduler.finish(sequence, "stop")
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        live = self._live[sequence.request.request_id]
+        live.touched = True
+        assert sequence.finish_reason is not None
+        live.streams[sequence.index].finish(sequence.finish_reason, sequence.stop_reason)
+
+    def _take_prompt_logits(self, sequence: Sequence, first: int, logits: torch.Tensor) -> None:
+        """Log-probabilities of the prompt tokens that follow positions first, first + 1, ..."""
+        request = sequence.request
+        found = self._live[request.request_id].prompt_logprobs
+        assert found is not None
+        assert request.params.prompt_logprobs is not None
+        for i in range(logits.shape[0]):
+            position = first + i + 1
+            if position < len(request.prompt_token_ids):
+                token = request.prompt_token_ids[position]
+                found[position] = top_logprobs(logits[i], token, request.params.prompt_logprobs)[1]
+
+    def _collect(self) -> list[RequestOutput]:
+        outputs = []
+        for live in [live for live in self._live.values() if live.touched]:
+            live.touched = False
+            output = _output(live)
+            outputs.append(output)
+            if output.finished:
+                del self._live[live.request.request_id]
+        return outputs
+
+    # ---- ends ----
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its pages are free when this returns. None when it is not (or no longer) there."""
+        live = self._live.get(request_id)
+        if live is None:
+            return None
+        self._finish_request(request_id, "abort")
+        del self._live[request_id]
+        return _output(live)
+
+    def _finish_request(self, request_id: str, reason: FinishReason) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        for sequence in live.sequences:
+            if sequence.state is not SequenceState.FINISHED:
+                self.scheduler.finish(sequence, reason)
+                self._end(sequence)
+
+    def stats(self) -> dict[str, Any]:
+        """Plain values: model, tokens, scheduler, graph accounting, expert load."""
+        model = self.model_config
+        return {
+            "model": {
+                "family": model.family.name,
+                "layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "experts": None if model.moe is None else model.moe.num_experts,
+                "dtype": str(model.dtype).removeprefix("torch."),
+            },
+            "backend": self.worker.decode.backend.name,
+            "ops": self.worker.model.ops.name,
+            "threads": torch.get_num_threads(),
+            "tokens": dict(self._tokens),
+            "scheduler": self.scheduler.as_dict(),
+            **self.worker.stats(),
+        }
+
+
+def _sample_input(row: ScheduledSequence) -> SampleInput:
+    sequence = row.sequence
+    params = sequence.request.params
+    blocked: frozenset[int] = frozenset()
+    if len(sequence.output_token_ids) < params.min_tokens:
+        blocked = sequence.stop_token_ids
+    return SampleInput(
+        params,
+        sequence.seed,
+        sequence.num_tokens,
+        sequence.request.prompt_token_ids,
+        sequence.output_token_ids,
+        blocked,
+    )
+
+
+def _output(live: _Live) -> RequestOutput:
+    finished = all(s.state is SequenceState.FINISHED for s in live.sequences)
+    return RequestOutput(
+        request_id=live.request.request_id,
+        prompt=live.request.prompt,
+        prompt_token_ids=live.request.prompt_token_ids,
+        outputs=tuple(stream.take() for stream in live.streams),
+        finished=finished,
+        prompt_logprobs=tuple(live.prompt_logprobs)
+        if finished and live.prompt_logprobs is not None
+        else None,
+        num_cached_tokens=live.sequences[0].num_cached,
+    )

@@ -1,0 +1,191 @@
+"""From an `EngineConfig` to a ready worker and scheduler: the one place where parts are chosen and sized.
+
+Everything is reserved here, before the first request. Knows nothing of requests. Invariant: what does not fit together
+is refused here, with the field's name, not in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ostinato.attention.backend import AttentionBackend
+from ostinato.attention.reference import ReferenceAttention
+from ostinato.config import EngineConfig, cache_dir
+from ostinato.engine.progress import Report
+from ostinato.engine.residency import Residency
+from ostinato.engine.scheduler import Scheduler, SchedulerOptions
+from ostinato.engine.worker import Worker, WorkerOptions
+from ostinato.errors import ConfigError
+from ostinato.graphs import Backend, EagerBackend, TapeBackend, decode_buckets, prefill_buckets
+from ostinato.kv.pages import PageAllocator
+from ostinato.kv.pool import KVLayout, KVPool
+from ostinato.kv.radix import RadixCache
+from ostinato.models.build import load_model
+from ostinato.models.config import ModelConfig, read_config
+from ostinato.models.fetch import FETCHABLE, fetched
+from ostinato.models.hub import resolve_model
+from ostinato.moe.load import ExpertLoad
+from ostinato.moe.routing import Consumers
+from ostinato.ops.reference import ReferenceOps
+from ostinato.padding import ShapeRules, align_up
+
+DEFAULT_KV_BYTES = 1 << 30
+"""KV memory at most when neither kv_memory nor num_pages is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Everything that is reserved, in tokens, rows, requests and pages."""
+
+    context_length: int
+    max_bs: int
+    max_num_tokens: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A launched engine's parts."""
+
+    directory: Path
+    model_config: ModelConfig
+    worker: Worker
+    scheduler: Scheduler
+
+
+def launch(config: EngineConfig, report: Report) -> Parts:
+    """Load the model, reserve all memory, and capture if the config says at startup.
+
+    Raises ConfigError or ModelError with the value and the remedy.
+    """
+    _check_device(config)
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    directory = locate_model(config.model)
+    model_config = read_config(directory, dtype=_dtype(config))
+    layout = KVLayout(
+        model_config.num_layers,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        model_config.dtype,
+        config.page_size,
+    )
+    sizes = plan_sizes(config, model_config, layout)
+    pool = KVPool(
+        layout,
+        num_pages=sizes.num_pages,
+        max_requests=sizes.max_bs,
+        max_pages_per_request=-(-sizes.context_length // config.page_size) + 1,
+    )
+    attention: AttentionBackend = ReferenceAttention(pool)
+    moe = model_config.moe
+    load = None if moe is None else ExpertLoad(model_config.num_layers, moe.num_experts)
+    model = load_model(
+        directory,
+        ops=ReferenceOps(),
+        attention=attention,
+        max_num_tokens=sizes.max_num_tokens,
+        max_bs=sizes.max_bs,
+        config=model_config,
+        max_positions=sizes.context_length,
+        consumers=lambda layer: Consumers(layer, load),
+        progress=lambda done, total: report("Loading weights", done, total),
+    )
+    worker = Worker(
+        model,
+        attention,
+        pool,
+        _backend(config),
+        shape_rules(config, sizes),
+        WorkerOptions(
+            max_bs=sizes.max_bs,
+            max_num_tokens=sizes.max_num_tokens,
+            context_length=sizes.context_length,
+            capture_on_first_use=config.capture == "lazy",
+        ),
+        load,
+    )
+    if config.capture == "startup" and worker.decode.backend.captures:
+        worker.capture(report)
+    allocator = PageAllocator(sizes.num_pages, config.page_size)
+    radix = RadixCache(allocator, enabled=config.enable_prefix_caching)
+    options = SchedulerOptions(
+        max_running_requests=sizes.max_bs,
+        max_prefill_tokens=config.max_prefill_tokens,
+        context_length=sizes.context_length,
+        chunked_prefill_size=config.chunked_prefill_size,
+        mixed_prefill=config.mixed_prefill,
+    )
+    return Parts(directory, model_config, worker, Scheduler(options, Residency(allocator, radix, pool)))
+
+
+def locate_model(model: str | None) -> Path:
+    """The checkpoint directory of a model option: the bundled demo, a fetched model, a local path or a hub id."""
+    if model is None:
+        return Path(__file__).parents[1] / "demo"
+    if model in FETCHABLE and not Path(model).is_dir():
+        return fetched(model, cache_dir=cache_dir())
+    return resolve_model(model)
+
+
+def plan_sizes(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> Sizes:
+    """All sizes from the options and the model. Raises ConfigError for a context the model does not have."""
+    context = config.context_length or model.max_position_embeddings
+    if context > model.max_position_embeddings:
+        raise ConfigError(
+            f"context_length {context} is over the model's {model.max_position_embeddings}; lower it"
+        )
+    max_bs = config.max_running_requests
+    if config.chunked_prefill_size is not None:
+        rows = min(config.chunked_prefill_size, align_up(config.max_prefill_tokens, config.page_size))
+    else:
+        # Without chunks one prompt runs whole, however long the context lets it be.
+        rows = max(align_up(config.max_prefill_tokens, config.page_size), context)
+    return Sizes(context, max_bs, max(rows, max_bs), _num_pages(config, layout, context, max_bs))
+
+
+def _num_pages(config: EngineConfig, layout: KVLayout, context: int, max_bs: int) -> int:
+    if config.num_pages is not None:
+        return config.num_pages
+    if config.kv_memory_bytes is not None:
+        return layout.pages_in(config.kv_memory_bytes)
+    per_request = align_up(context, layout.page_size) // layout.page_size + 2
+    # One whole context always fits, whatever it takes; more requests share up to the default budget.
+    affordable = max(DEFAULT_KV_BYTES // layout.bytes_per_page, per_request)
+    return min(per_request * max_bs, affordable) + 1
+
+
+def shape_rules(config: EngineConfig, sizes: Sizes) -> ShapeRules:
+    """Bucket lists from the options, filtered against what a legal step can reach."""
+    decode = decode_buckets(sizes.max_bs, sizes=config.decode_buckets, padding=not config.disable_padding)
+    prefill = prefill_buckets(sizes.max_num_tokens, sizes=config.prefill_buckets)
+    return ShapeRules(decode, prefill, max_extend_bs=sizes.max_bs)
+
+
+def _backend(config: EngineConfig) -> Backend:
+    if config.graph == "eager":
+        return EagerBackend()
+    return TapeBackend()
+
+
+def _check_device(config: EngineConfig) -> None:
+    if config.device == "cuda" or config.graph == "cuda":
+        if not torch.cuda.is_available():
+            asked = "device" if config.device == "cuda" else "graph"
+            raise ConfigError(
+                f"{asked} 'cuda' needs a GPU and torch sees none; use device 'cpu' and graph 'tape' or 'eager'"
+            )
+        raise ConfigError(
+            "device 'cuda' cannot run models yet: there is no attention kernel for it in this version; use device 'cpu'"
+        )
+
+
+def _dtype(config: EngineConfig) -> torch.dtype | None:
+    if config.dtype == "auto":
+        return None
+    dtype = getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

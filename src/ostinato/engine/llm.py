@@ -1,0 +1,205 @@
+"""`LLM`: the engine for offline use, from a checkpoint to text in a few lines.
+
+Drives one `Engine` to completion for each call. Knows nothing of the command line or of HTTP. Invariant: when a call
+ends, however it ends, its requests are gone and their pages free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as TokenIds
+from typing import Any, cast
+
+from ostinato.config import EngineConfig
+from ostinato.engine.engine import Engine
+from ostinato.engine.progress import bars
+from ostinato.engine.request import RequestOutput, SamplingParams
+from ostinato.errors import ConfigError, RequestError
+from ostinato.text.tokenizer import Tokenizer
+
+Prompt = str | TokenIds[int]
+Params = SamplingParams | TokenIds[SamplingParams] | None
+Messages = TokenIds[Mapping[str, Any]]
+
+
+class LLM:
+    """A loaded model that completes prompts.
+
+    model: checkpoint directory, hub id or fetched model; the bundled demo MoE by default. config: all options at once,
+    instead of model and options. options: fields of `EngineConfig`. Raises ConfigError or ModelError.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, config: EngineConfig | None = None, **options: Any
+    ) -> None:
+        if config is not None and (model is not None or options):
+            raise ConfigError("give either config or model and options, not both")
+        self.config = config or EngineConfig.of(model=model, **options)
+        self._engine: Engine | None = None
+        # Outputs that wait for their reader: several streams, and calls between them, share the engine's steps.
+        self._mail: dict[str, list[RequestOutput]] = {}
+        with bars(shown=self.config.progress) as report:
+            self._engine = Engine(self.config, report)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below, for step-by-step use. Raises ConfigError after `close`."""
+        if self._engine is None:
+            raise ConfigError("this LLM is closed; make a new one")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | TokenIds[Prompt],
+        sampling_params: Params = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all batched together; outputs in the order of the prompts.
+
+        prompts: one text or list of token ids, or a list of such. sampling_params: one for all, or one for each.
+        Raises RequestError, before anything runs, when one of them can never be served.
+        """
+        return self._complete(_as_list(prompts), sampling_params, progress, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Messages | TokenIds[Messages],
+        sampling_params: Params = None,
+        *,
+        tools: TokenIds[Mapping[str, Any]] | None = None,
+        progress: bool | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = cast("list[Messages]", list(messages) if many else [messages])
+        prompts = [self._chat_prompt(c, tools, template_variables) for c in conversations]
+        return self._complete(list(prompts), sampling_params, progress, add_special_tokens=False)
+
+    def generate_stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt; yields its state after each step that changed it (`delta` is the new text)."""
+        return self._stream(prompt, sampling_params or SamplingParams(), add_special_tokens=True)
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: TokenIds[Mapping[str, Any]] | None = None,
+        **template_variables: Any,
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation, as `generate_stream` does."""
+        prompt = self._chat_prompt(messages, tools, template_variables)
+        return self._stream(prompt, sampling_params or SamplingParams(), add_special_tokens=False)
+
+    def stats(self) -> dict[str, Any]:
+        """Accounting as plain values: graphs (captures, replays, eager steps by reason), KV, expert load."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Drop the model and its memory. Further calls raise ConfigError."""
+        self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _chat_prompt(
+        self, messages: Messages, tools: TokenIds[Mapping[str, Any]] | None, variables: dict[str, Any]
+    ) -> str:
+        if not messages:
+            raise RequestError("the conversation is empty; give at least one message")
+        return self.engine.chat_template.render(messages, tools=tools, **variables)
+
+    def _complete(
+        self,
+        prompts: list[Prompt],
+        sampling_params: Params,
+        progress: bool | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        params = _params_for(prompts, sampling_params)
+        shown = self.config.progress if progress is None else progress
+        names: list[str] = []
+        done: dict[str, RequestOutput] = {}
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                names.append(self._submit(prompt, one, add_special_tokens))
+            with bars(shown=shown and len(prompts) > 1) as report:
+                while len(done) < len(names):
+                    for output in [output for name in names for output in self._take(name)]:
+                        if output.finished:
+                            done[output.request_id] = output
+                    report("Generating", len(done), len(names))
+                    if len(done) < len(names):
+                        self._step()
+        finally:
+            for name in names:
+                self._drop(name)
+        return [done[name] for name in names]
+
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
+    ) -> Iterator[RequestOutput]:
+        name = self._submit(prompt, params, add_special_tokens)
+        try:
+            while True:
+                for output in self._take(name):
+                    yield output
+                    if output.finished:
+                        return
+                self._step()
+        finally:
+            self._drop(name)
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> str:
+        name = self.engine.submit(prompt, params, add_special_tokens=add_special_tokens)
+        self._mail[name] = []
+        return name
+
+    def _step(self) -> None:
+        """One step of the engine; outputs go to their readers' boxes."""
+        for output in self.engine.step():
+            if output.request_id in self._mail:
+                self._mail[output.request_id].append(output)
+
+    def _take(self, name: str) -> list[RequestOutput]:
+        mail, self._mail[name] = self._mail[name], []
+        return mail
+
+    def _drop(self, name: str) -> None:
+        """Forget a request, and end it if it has not ended."""
+        self._mail.pop(name, None)
+        if self._engine is not None:
+            self._engine.abort(name)
+
+
+def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if not items:
+        raise RequestError("there is no prompt; give at least one")
+    if all(isinstance(item, int) for item in items):
+        return [cast("list[int]", items)]
+    return cast("list[Prompt]", items)
+
+
+def _params_for(prompts: list[Prompt], params: Params) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise RequestError(
+            f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each"
+        )
+    return list(params)

@@ -1,0 +1,100 @@
+"""From chosen tokens to what a caller sees: text, stop strings, log-probabilities, finish reasons.
+
+One `OutputStream` follows one sequence. It knows the text layer and nothing of steps, pages or models.
+Invariant: the joined deltas are the final text, and nothing is handed out that a stop string could take back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ostinato.engine.request import CompletionOutput, FinishReason, Logprob, SamplingParams
+from ostinato.engine.sampler import Sampled
+from ostinato.text.detokenizer import Detokenizer
+from ostinato.text.stop import StopSet, StopStream
+from ostinato.text.tokenizer import Tokenizer
+
+
+class OutputStream:
+    """The visible side of one sequence: `push` a token, read `text`, `delta` and `finish_reason`."""
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        stops: StopSet,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.delta = ""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._params = params
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids=prompt_token_ids, skip_special_tokens=params.skip_special_tokens
+        )
+        self._stops = StopStream(
+            stops, include=params.include_stop_str_in_output, min_tokens=params.min_tokens
+        )
+        self._text: list[str] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative = 0.0
+
+    @property
+    def text(self) -> str:
+        """All text handed out so far."""
+        if len(self._text) > 1:
+            self._text = ["".join(self._text)]
+        return self._text[0] if self._text else ""
+
+    def push(self, sampled: Sampled, *, ends_sequence: bool) -> bool:
+        """Take the next token; True when a stop string has just been completed.
+
+        `ends_sequence` marks a stop token: it counts as a token and has no text.
+        """
+        self.token_ids.append(sampled.token_id)
+        if self._logprobs is not None:
+            assert sampled.logprob is not None
+            assert sampled.top_logprobs is not None
+            self._logprobs.append(sampled.top_logprobs)
+            self._cumulative += sampled.logprob
+        text = "" if ends_sequence else self._detokenizer.push([sampled.token_id])
+        self._hand_out(self._stops.push(text, num_tokens=len(self.token_ids)))
+        return self._stops.matched is not None
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """The sequence has ended: flush what was held back, unless a stop string ended it."""
+        if self.finish_reason is not None:
+            return
+        if self._stops.matched is None:
+            rest = self._stops.push(self._detokenizer.finish(), num_tokens=len(self.token_ids))
+            if self._stops.matched is None:
+                rest += self._stops.finish()
+            else:
+                reason, stop_reason = "stop", self._stops.matched
+            self._hand_out(rest)
+        else:
+            reason, stop_reason = "stop", self._stops.matched
+        self.finish_reason, self.stop_reason = reason, stop_reason
+
+    def take(self) -> CompletionOutput:
+        """The state as a value; `delta` is what came since the last `take`."""
+        output = CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative,
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            delta=self.delta,
+        )
+        self.delta = ""
+        return output
+
+    def _hand_out(self, text: str) -> None:
+        if text:
+            self._text.append(text)
+            self.delta += text

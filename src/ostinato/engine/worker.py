@@ -1,0 +1,199 @@
+"""Runs steps: one rank's model, KV pool, static buffers and graph runners.
+
+    plan ─▶ ForwardBatch ─▶ StepShape ─▶ GraphRunner (fill, prepare, capture | replay | eager) ─▶ logits of real rows
+
+Decode graphs hold body and head. Prefill graphs hold the body; the head runs eagerly on the few rows whose logits are
+wanted. Knows nothing of requests' text, queues or sampling. Invariant: every forward goes through a `GraphRunner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ostinato.attention.backend import AttentionBackend
+from ostinato.engine.batch import ForwardBatch, capture_batch, capture_shapes, decode_batch, extend_batch
+from ostinato.engine.progress import Report
+from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
+from ostinato.engine.scheduler import ScheduledSequence, StepPlan
+from ostinato.engine.sequence import Sequence
+from ostinato.graphs import (
+    Backend,
+    EagerStream,
+    GraphBufferRegistry,
+    GraphRunner,
+    Stream,
+)
+from ostinato.kv.pool import KVPool
+from ostinato.models.decoder import CausalLM
+from ostinato.moe.load import ExpertLoad
+from ostinato.padding import ShapeRules, StepMode, StepShape, decide_shape
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Sizes of the static buffers and how graphs are made."""
+
+    max_bs: int
+    max_num_tokens: int
+    context_length: int
+    capture_on_first_use: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`logits` fp32 [len(sampling), vocab]: the rows that choose a token. Overwritten by the next step."""
+
+    logits: torch.Tensor
+    sampling: tuple[ScheduledSequence, ...]
+
+
+PromptLogits = Callable[[Sequence, int, torch.Tensor], None]
+"""Takes (sequence, position of the first row, logits fp32 [rows, vocab]) of a prompt being prefilled."""
+
+
+class Worker:
+    """One rank. `execute` runs a scheduled step and returns logits."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionBackend,
+        pool: KVPool,
+        backend: Backend,
+        rules: ShapeRules,
+        options: WorkerOptions,
+        load: ExpertLoad | None,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.load = load
+        self.rules = rules
+        self.options = options
+        self._attention = attention
+        self._eager = EagerStream()
+        registry_options = RegistryOptions(
+            request_slots=True, seq_len_fill_value=attention.seq_len_fill_value
+        )
+        sizes = options.max_bs, options.max_num_tokens
+        decode = build_decode_registry(options.max_bs, options.max_bs, registry_options)
+        prefill = build_prefill_registry(*sizes, registry_options)
+        attention.init_graph_state(*sizes)
+        self.decode = self._runner(self._decode_step, decode, backend)
+        self.prefill = self._runner(self._prefill_step, prefill, backend)
+        if load is not None:
+            load.set_live(True)
+
+    def _runner(
+        self,
+        fn: Callable[[ForwardBatch, Stream], torch.Tensor],
+        registry: GraphBufferRegistry[ForwardBatch],
+        backend: Backend,
+    ) -> GraphRunner[ForwardBatch, torch.Tensor]:
+        return GraphRunner(
+            fn,
+            registry,
+            backend=backend,
+            prepare=self._attention.plan,
+            capture_on_first_use=self.options.capture_on_first_use,
+        )
+
+    def _decode_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
+        return self.model.logits(self.model.forward(view, stream), stream)
+
+    def _prefill_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
+        return self.model.forward(view, stream)
+
+    # ---- capture ahead of time ----
+
+    def capture(self, report: Report) -> None:
+        """Capture every bucket now, the largest first. Dummy steps count in no statistics."""
+        if self.load is not None:
+            self.load.set_live(False)
+        for mode, runner in ((StepMode.EXTEND, self.prefill), (StepMode.DECODE, self.decode)):
+            shapes = capture_shapes(mode, self.rules, context_len=self.options.context_length)
+            stage = f"Capturing {mode.value} steps"
+            runner.capture(shapes, capture_batch, progress=_progress(report, stage))
+        if self.load is not None:
+            self.load.set_live(True)
+
+    # ---- serving ----
+
+    def execute(self, plan: StepPlan, prompt_logits: PromptLogits) -> StepResult:
+        """Run a step. Logits of prompts that asked for them go to `prompt_logits`, some rows at a time."""
+        batch = self._batch(plan)
+        shape = decide_shape(plan.mode, (plan.num_tokens,), len(plan.rows), self.rules)
+        if plan.mode is StepMode.DECODE:
+            logits = self.decode.run(shape, batch)[: len(plan.rows)]
+            return StepResult(logits, plan.rows)
+        return self._prefill(plan, shape, batch, prompt_logits)
+
+    def _prefill(
+        self, plan: StepPlan, shape: StepShape, batch: ForwardBatch, prompt_logits: PromptLogits
+    ) -> StepResult:
+        hidden = self.prefill.run(shape, batch)
+        last: list[int] = []
+        sampling: list[ScheduledSequence] = []
+        offset = 0
+        for row in plan.rows:
+            if row.sequence.wants_prompt_logits and row.start < row.sequence.prompt_len:
+                self._prompt_rows(row, offset, hidden, prompt_logits)
+            offset += row.num_tokens
+            if row.samples and row.sequence.max_new_tokens > 0:
+                last.append(offset - 1)
+                sampling.append(row)
+        return StepResult(self._head(hidden, last), tuple(sampling))
+
+    def _prompt_rows(
+        self, row: ScheduledSequence, offset: int, hidden: torch.Tensor, prompt_logits: PromptLogits
+    ) -> None:
+        step = self.options.max_bs
+        for first in range(0, row.num_tokens, step):
+            count = min(step, row.num_tokens - first)
+            rows = list(range(offset + first, offset + first + count))
+            prompt_logits(row.sequence, row.start + first, self._head(hidden, rows))
+
+    def _head(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Logits of some rows of the body's output, launched eagerly."""
+        if not rows:
+            return hidden.new_zeros(0, self.model.config.vocab_size, dtype=torch.float32)
+        with torch.no_grad():
+            picked = self.model.select_rows(hidden, torch.tensor(rows), self._eager)
+            return self.model.logits(picked, self._eager)
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        pool, rows = self.pool, plan.rows
+        page_rows = [row.sequence.row for row in rows]
+        if plan.mode is StepMode.DECODE:
+            table_rows = torch.tensor(page_rows)
+            starts = torch.tensor([row.start for row in rows])
+            slots = pool.slots(table_rows, starts)
+            ids = [row.sequence.output_token_ids[-1] for row in rows]
+            return decode_batch(ids, starts + 1, table_rows, slots)
+        ids = []
+        for row in rows:
+            ids += row.sequence.tokens(row.start, row.start + row.num_tokens)
+        spans = [torch.arange(row.start, row.start + row.num_tokens) for row in rows]
+        parts = [pool.slots(row.sequence.row, span) for row, span in zip(rows, spans, strict=True)]
+        return extend_batch(
+            ids,
+            [row.num_tokens for row in rows],
+            [row.start for row in rows],
+            page_rows,
+            torch.cat(parts),
+            mode=plan.mode,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Graph accounting by kind of step, and expert load [layers][experts] (None for dense models)."""
+        return {
+            "graph": {"decode": self.decode.stats.as_dict(), "prefill": self.prefill.stats.as_dict()},
+            "expert_load": None if self.load is None else self.load.snapshot().tolist(),
+        }
+
+
+def _progress(report: Report, stage: str) -> Callable[[StepShape, int, int], None]:
+    return lambda shape, done, total: report(stage, done, total)
