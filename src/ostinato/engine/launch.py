@@ -80,6 +80,21 @@ def launch(config: EngineConfig, report: Report) -> Parts:
         max_requests=sizes.max_bs,
         max_pages_per_request=-(-sizes.context_length // config.page_size) + 1,
     )
+    worker = _worker(config, directory, model_config, sizes, pool, report)
+    if config.capture == "startup" and worker.decode.backend.captures:
+        worker.capture(report)
+    return Parts(directory, model_config, worker, _scheduler(config, sizes, pool))
+
+
+def _worker(
+    config: EngineConfig,
+    directory: Path,
+    model_config: ModelConfig,
+    sizes: Sizes,
+    pool: KVPool,
+    report: Report,
+) -> Worker:
+    """The loaded model over its attention and kernels, with buffers for the largest step."""
     attention: AttentionBackend = ReferenceAttention(pool)
     moe = model_config.moe
     load = None if moe is None else ExpertLoad(model_config.num_layers, moe.num_experts)
@@ -94,22 +109,17 @@ def launch(config: EngineConfig, report: Report) -> Parts:
         consumers=lambda layer: Consumers(layer, load),
         progress=lambda done, total: report("Loading weights", done, total),
     )
-    worker = Worker(
-        model,
-        attention,
-        pool,
-        _backend(config),
-        shape_rules(config, sizes),
-        WorkerOptions(
-            max_bs=sizes.max_bs,
-            max_num_tokens=sizes.max_num_tokens,
-            context_length=sizes.context_length,
-            capture_on_first_use=config.capture == "lazy",
-        ),
-        load,
+    options = WorkerOptions(
+        max_bs=sizes.max_bs,
+        max_num_tokens=sizes.max_num_tokens,
+        context_length=sizes.context_length,
+        capture_on_first_use=config.capture == "lazy",
     )
-    if config.capture == "startup" and worker.decode.backend.captures:
-        worker.capture(report)
+    return Worker(model, attention, pool, _backend(config), shape_rules(config, sizes), options, load)
+
+
+def _scheduler(config: EngineConfig, sizes: Sizes, pool: KVPool) -> Scheduler:
+    """Scheduling over all pages of the pool."""
     allocator = PageAllocator(sizes.num_pages, config.page_size)
     radix = RadixCache(allocator, enabled=config.enable_prefix_caching)
     options = SchedulerOptions(
@@ -119,7 +129,7 @@ def launch(config: EngineConfig, report: Report) -> Parts:
         chunked_prefill_size=config.chunked_prefill_size,
         mixed_prefill=config.mixed_prefill,
     )
-    return Parts(directory, model_config, worker, Scheduler(options, Residency(allocator, radix, pool)))
+    return Scheduler(options, Residency(allocator, radix, pool))
 
 
 def locate_model(model: str | None) -> Path:
