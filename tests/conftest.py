@@ -1,10 +1,14 @@
-"""Fixtures for every test: the real SmolLM2 checkpoints, fetched once into the user's cache."""
+"""Fixtures for every test: the real SmolLM2 checkpoints, fetched once into the user's cache; one torch thread."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+
+# Tiny shapes gain nothing from a second thread, and pools that spin on shared cores slow each other down.
+torch.set_num_threads(1)
 
 
 def _fetch(name: str) -> Path:
