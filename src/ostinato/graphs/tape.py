@@ -112,8 +112,8 @@ class _Recorder:
             # A tensor made of host values: each replay starts from the same ones, as each eager call does.
             self.calls.append((name, partial(out.copy_, out.clone())))
             return
-        inputs = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs)) if t.numel()}
-        outs = list(_tensors(out))
+        inputs = {t.untyped_storage().data_ptr() for t in tensors_of((args, kwargs)) if t.numel()}
+        outs = list(tensors_of(out))
         fresh = [t.numel() > 0 and t.untyped_storage().data_ptr() not in inputs for t in outs]
         packet = op.overloadpacket.__name__
         if op._schema.is_mutable:
@@ -178,6 +178,11 @@ class _RecordOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Left alone, torch imports its compiler at the first recorded op, which takes a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -217,7 +222,7 @@ def _refuse_unrepeatable(op: OpOverload[Any, Any], args: tuple[Any, ...], kwargs
 def _shape_follows_data(op: OpOverload[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     packet = op.overloadpacket.__name__
     if packet == "index":
-        return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(args[1]))
     if packet == "repeat_interleave":
         return kwargs.get("output_size") is None
     return True
@@ -264,18 +269,18 @@ def _out_arguments(form: OpOverload[Any, Any], kwargs: dict[str, Any], out: Any)
 
 def _rerun(call: Call, outs: list[torch.Tensor], fresh: list[bool]) -> None:
     """Run again and copy what is new memory into the recorded outputs."""
-    for recorded, now, new in zip(outs, _tensors(call()), fresh, strict=True):
+    for recorded, now, new in zip(outs, tensors_of(call()), fresh, strict=True):
         if new:
             recorded.copy_(now)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
