@@ -73,6 +73,8 @@ class Engine:
         add_special_tokens: bool = True,
     ) -> str:
         """Queue a prompt (text or token ids); returns its id. Raises RequestError for what can never be served."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be SamplingParams, got {params!r}")
         name = f"request-{next(self._names)}" if request_id is None else request_id
         if name in self._live:
             raise RequestError(f"request id {name!r} is in use; choose another")
@@ -100,6 +102,8 @@ class Engine:
                 raise RequestError("the prompt is empty; give some text")
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         else:
+            if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+                raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
             ids = tuple(prompt)
             self._check_token_ids("the prompt", ids)
         if not ids:
@@ -139,18 +143,24 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a request is here, its last output not handed out yet."""
+        return request_id in self._live
+
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the new state of every request that it changed."""
+        """Run one step; returns the new state of every request that it changed.
+
+        When it raises, the requests of the step have ended with reason "error"; the next call returns them.
+        """
         plan = self.scheduler.schedule()
         for sequence in self.scheduler.take_failed():
             self._end(sequence)
         if plan is not None:
             try:
                 self._run(plan)
-            except Exception:
+            except BaseException:  # an interrupt, too, leaves rows half computed
                 for row in plan.rows:
                     self._finish_request(row.sequence.request.request_id, "error")
-                self._collect()
                 raise
         return self._collect()
 
@@ -217,9 +227,8 @@ class Engine:
         if live is None:
             return
         for sequence in live.sequences:
-            if sequence.state is not SequenceState.FINISHED:
-                self.scheduler.finish(sequence, reason)
-                self._end(sequence)
+            self.scheduler.finish(sequence, reason)
+            self._end(sequence)  # also where the scheduler had ended it and the step went no further
 
     def stats(self) -> dict[str, Any]:
         """Plain values: model, tokens, scheduler, graph accounting, expert load."""

@@ -6,7 +6,7 @@ ends, however it ends, its requests are gone and their pages free.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as TokenIds
 from typing import Any, cast
 
@@ -76,7 +76,9 @@ class LLM:
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template."""
-        many = bool(messages) and not isinstance(messages[0], Mapping)
+        # What is no list at all goes on whole, to be refused by what it is.
+        listed = isinstance(messages, TokenIds) and not isinstance(messages, str)
+        many = listed and bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast("list[Messages]", list(messages) if many else [messages])
         prompts = [self._chat_prompt(c, tools, template_variables) for c in conversations]
         return self._complete(list(prompts), sampling_params, progress, add_special_tokens=False)
@@ -158,6 +160,8 @@ class LLM:
                     yield output
                     if output.finished:
                         return
+                if not self.engine.is_live(name):
+                    return  # aborted through the engine: whoever did that has its last output
                 self._step()
         finally:
             self._drop(name)
@@ -187,6 +191,8 @@ class LLM:
 def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise RequestError(f"prompts must be text or token ids, or a list of such, got {prompts!r}")
     items = list(prompts)
     if not items:
         raise RequestError("there is no prompt; give at least one")
@@ -198,6 +204,8 @@ def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
 def _params_for(prompts: list[Prompt], params: Params) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    if isinstance(params, str | Mapping) or not isinstance(params, Collection):
+        raise RequestError(f"sampling_params must be SamplingParams, or one for each prompt, got {params!r}")
     if len(params) != len(prompts):
         raise RequestError(
             f"{len(params)} sampling_params for {len(prompts)} prompts; give one, or one for each"

@@ -150,7 +150,8 @@ def _candidates(logits: Row, p: SamplingParams) -> tuple[npt.NDArray[np.int64], 
     """Ids (ascending) that may be chosen and their unnormalised probabilities."""
     scaled = logits.astype(np.float64)
     scaled -= scaled.max()
-    scaled /= p.temperature
+    with np.errstate(over="ignore"):  # at a tiny temperature all but the best go to -inf, as they should
+        scaled /= p.temperature
     ids: npt.NDArray[np.int64]
     if 0 < p.top_k < len(scaled):
         # Candidates by threshold first: a full sort of the vocabulary is the dear part.
