@@ -54,6 +54,7 @@ class CpuAttention:
         self._scratch_bytes = -(-field.scratch_bytes(first.shape[2]) // 64) * 64
         self._scratch = torch.zeros(threads * self._scratch_bytes + 64, dtype=torch.uint8)
         self._partials = torch.zeros(PARTIALS_BYTES + 64, dtype=torch.uint8)
+        self._chunks_done = torch.zeros(field.ITEMS_PER_THREAD * threads, dtype=torch.int64)
         # Rows of the plan: first query row, query rows, KV length, row of the page table; a column a request.
         self._requests = torch.zeros(4, 0, dtype=torch.int64)
         self._counts = torch.zeros(2, dtype=torch.int64)  # real requests, real rows
@@ -93,7 +94,7 @@ class CpuAttention:
         else:
             plan[0] = torch.arange(bs)
             plan[1] = 1
-        plan[2] = view.seq_lens[:bs]
+        plan[2] = view.seq_lens_cpu[:bs]
         plan[3] = view.req_pool_indices[:bs]
         self._counts[0] = bs
         self._counts[1] = shape.raw_num_tokens
@@ -165,6 +166,7 @@ class CpuAttention:
             field.SCRATCH_STRIDE: self._scratch_bytes,
             field.PARTIALS: _aligned(self._partials),
             field.PARTIALS_BYTES: PARTIALS_BYTES,
+            field.CHUNKS_DONE: self._chunks_done.data_ptr(),
             field.SCORE_ROWS: functions["score_rows"],
             field.SOFTMAX_ROWS: functions["softmax_rows"],
             field.MIX_ROWS: functions["mix_rows"],

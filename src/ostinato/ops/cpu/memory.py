@@ -50,11 +50,14 @@ def store_i64(typing_context: Any, value: Any, address: Any) -> _Signature:
 
 @intrinsic
 def fetch_add(typing_context: Any, address: Any, amount: Any) -> _Signature:
-    """Atomically add to the int64 at `address`; returns its value before."""
+    """Atomically add to the int64 at `address`; returns its value before.
+
+    What other threads wrote before their own `fetch_add` on the address is visible after it.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.PointerType(I64))
-        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), emit
 

@@ -48,6 +48,7 @@ ITEMS_PER_THREAD = 8  # with fewer tiles than this a thread, chunks are shared o
     SCRATCH_STRIDE,  # of one thread
     PARTIALS,
     PARTIALS_BYTES,
+    CHUNKS_DONE,  # address of int64 [ITEMS_PER_THREAD * threads]: finished chunks of each tile that is shared out
     K_NEW,
     V_NEW,
     K_STRIDE,
@@ -65,7 +66,7 @@ ITEMS_PER_THREAD = 8  # with fewer tiles than this a thread, chunks are shared o
     MERGE_ROWS,
     FINISH_ROWS,
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 40)
+) = range(FIRST_FIELD, FIRST_FIELD + 41)
 
 # Scratch of one thread: fixed parts first, those that grow with the head dimension last.
 _QUERY_ROWS = 0

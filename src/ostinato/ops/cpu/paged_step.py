@@ -15,6 +15,7 @@ from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64,
 from ostinato.ops.cpu.paged_attention import (
     BY_CHUNK,
     CAPACITY,
+    CHUNKS_DONE,
     COUNTS,
     DIM,
     FINISH_ROWS,
@@ -49,9 +50,10 @@ from ostinato.ops.cpu.paged_attention import (
     table_row,
 )
 
-# Counters of a launch, a cache line each: next task (at 0), thread number, rows to write, tile to merge.
-_NEXT_THREAD, _NEXT_ROWS, _NEXT_MERGE = 64, 128, 192
+# Counters of a launch, a cache line each: next task (at 0), thread number, rows to write.
+_NEXT_THREAD, _NEXT_ROWS = 64, 128
 _ROWS_AT_ONCE = 16
+_ROWS_WRITTEN_FIRST = 32  # so few rows are written before the team starts, which saves it a barrier
 
 
 @njit(error_model="numpy")
@@ -135,80 +137,97 @@ def _share_out(p: int) -> int:
 
 
 @njit(error_model="numpy")
-def _attend(p: int, scratch: int) -> None:
-    """Take tasks until none is left. The last tiles of a request see most keys and come first."""
+def _finish_chunk(p: int, scratch: int, n: int, tile: int, chunks: int, partial: int) -> None:
+    """Whoever finishes a tile's last chunk merges them all, in order, and writes the rows."""
+    if fetch_add(load_i64(p + 8 * CHUNKS_DONE) + 8 * tile, 1) != chunks - 1:
+        return
+    dim, size = load_i64(p + 8 * DIM), _partial_bytes(p)
+    stride = (dim + 15) // 16 * 64
+    sums = load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
+    for chunk in range(1, chunks):
+        more = partial + chunk * size
+        call_native(load_i64(p + 8 * MERGE_ROWS), n, partial, partial + sums, more, more + sums, stride)
+    call_native(load_i64(p + 8 * FINISH_ROWS), n, dim, partial, partial + sums, stride, scratch + OUT_ROWS)
+
+
+@njit(error_model="numpy")
+def _attend_chunks(p: int, scratch: int) -> None:
+    """Take chunks until none is left; each request has one tile for a KV head."""
     kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER)
-    tasks, by_chunk = load_i64(p + 8 * TASKS), load_i64(p + 8 * BY_CHUNK)
-    request, begin, each, end = -1, 0, 0, 0
+    tasks, size = load_i64(p + 8 * TASKS), _partial_bytes(p)
+    sums = load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
+    request, begin, chunks, end, tile = -1, 0, 0, 0, 0
+    task = fetch_add(counter, 1)
+    while task < tasks:
+        while task >= end:
+            tile += kv_heads if chunks > 0 else 0
+            begin = end
+            request += 1
+            chunks = _chunks(p, request)
+            end = begin + chunks * kv_heads
+        head, chunk = (task - begin) // chunks, (task - begin) % chunks
+        partial = load_i64(p + 8 * PARTIALS) + task * size
+        n = set_tile(p, scratch, request, head, 0)
+        start = (_first_chunk(p, request) + chunk) * CHUNK
+        attend_chunk(p, scratch, n, table_row(p, request), head, start, partial, partial + sums)
+        _finish_chunk(p, scratch, n, tile + head, chunks, partial - chunk * size)
+        task = fetch_add(counter, 1)
+
+
+@njit(error_model="numpy")
+def _attend_tiles(p: int, scratch: int) -> None:
+    """Take tiles until none is left. The last tiles of a request see most keys and come first."""
+    kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER)
+    tasks = load_i64(p + 8 * TASKS)
+    request, begin, tiles, end = -1, 0, 0, 0
     task = fetch_add(counter, 1)
     while task < tasks:
         while task >= end:
             begin = end
             request += 1
-            each = _chunks(p, request) if by_chunk else _tiles(p, request)
-            end = begin + each * kv_heads
-        place = task - begin
-        if by_chunk:
-            state = load_i64(p + 8 * PARTIALS) + task * _partial_bytes(p)
-            n = set_tile(p, scratch, request, place // each, 0)
-            start = (_first_chunk(p, request) + place % each) * CHUNK
-            acc = state + load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
-            attend_chunk(p, scratch, n, table_row(p, request), place // each, start, state, acc)
-        else:
-            attend_tile(p, scratch, request, place % kv_heads, (each - 1 - place // kv_heads) * TILE_ROWS)
+            tiles = _tiles(p, request)
+            end = begin + tiles * kv_heads
+        tile = tiles - 1 - (task - begin) // kv_heads
+        attend_tile(p, scratch, request, (task - begin) % kv_heads, tile * TILE_ROWS)
         task = fetch_add(counter, 1)
 
 
 @njit(error_model="numpy")
-def _merge(p: int, scratch: int) -> None:
-    """Merge the chunks of every tile in order, and write its rows."""
-    kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER) + _NEXT_MERGE
-    dim, size = load_i64(p + 8 * DIM), _partial_bytes(p)
-    stride = (dim + 15) // 16 * 64
-    partial, turn = load_i64(p + 8 * PARTIALS), 0
-    mine = fetch_add(counter, 1)
-    for request in range(load_i64(load_i64(p + 8 * COUNTS))):
-        chunks = _chunks(p, request)
-        if chunks == 0:
-            continue
-        for head in range(kv_heads):
-            if turn == mine:
-                n = set_tile(p, scratch, request, head, 0)
-                acc = partial + load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
-                for chunk in range(1, chunks):
-                    more = partial + chunk * size
-                    more_acc = more + load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
-                    call_native(load_i64(p + 8 * MERGE_ROWS), n, partial, acc, more, more_acc, stride)
-                call_native(load_i64(p + 8 * FINISH_ROWS), n, dim, partial, acc, stride, scratch + OUT_ROWS)
-                mine = fetch_add(counter, 1)
-            partial += chunks * size
-            turn += 1
-
-
-def attention_worker(p: int) -> None:
-    """Each thread: write K and V, wait, attend, and, where chunks were shared out, wait and merge."""
-    counter = load_i64(p + 8 * COUNTER)
-    scratch = load_i64(p + 8 * SCRATCH)
-    scratch += fetch_add(counter + _NEXT_THREAD, 1) * load_i64(p + 8 * SCRATCH_STRIDE)
-    rows = load_i64(load_i64(p + 8 * COUNTS) + 8)
-    start = fetch_add(counter + _NEXT_ROWS, _ROWS_AT_ONCE)
+def _write_rows(p: int, rows: int) -> None:
+    """Take blocks of rows and write their K and V until none is left."""
+    counter = load_i64(p + 8 * COUNTER) + _NEXT_ROWS
+    start = fetch_add(counter, _ROWS_AT_ONCE)
     while start < rows:
         for row in range(start, min(start + _ROWS_AT_ONCE, rows)):
             _write_row(p, row)
-        start = fetch_add(counter + _NEXT_ROWS, _ROWS_AT_ONCE)
-    call_barrier(load_i64(p + 8 * BARRIER))
-    _attend(p, scratch)
-    if load_i64(p + 8 * BY_CHUNK):
+        start = fetch_add(counter, _ROWS_AT_ONCE)
+
+
+def attention_worker(p: int) -> None:
+    """Each thread: write K and V of many rows and wait for the others, then attend."""
+    scratch = load_i64(p + 8 * SCRATCH)
+    thread = fetch_add(load_i64(p + 8 * COUNTER) + _NEXT_THREAD, 1)
+    scratch += thread * load_i64(p + 8 * SCRATCH_STRIDE)
+    rows = load_i64(load_i64(p + 8 * COUNTS) + 8)
+    if rows > _ROWS_WRITTEN_FIRST:
+        _write_rows(p, rows)
         call_barrier(load_i64(p + 8 * BARRIER))
-        _merge(p, scratch)
+    if load_i64(p + 8 * BY_CHUNK):
+        _attend_chunks(p, scratch)
+    else:
+        _attend_tiles(p, scratch)
 
 
 def attention_entry(p: int) -> None:
     """Write the step's K and V, attend, and zero the rows past the count."""
     reset_counter(p)
-    work = _share_out(p)
+    rows, work = load_i64(load_i64(p + 8 * COUNTS) + 8), _share_out(p)
+    if rows <= _ROWS_WRITTEN_FIRST:
+        _write_rows(p, rows)
+    for tile in range(load_i64(p + 8 * THREADS) * ITEMS_PER_THREAD):
+        store_i64(0, load_i64(p + 8 * CHUNKS_DONE) + 8 * tile)
     out, out_stride = load_i64(p + 8 * OUT), load_i64(p + 8 * OUT_STRIDE)
     row_bytes = load_i64(p + 8 * Q_HEADS) * load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES)
-    for row in range(load_i64(load_i64(p + 8 * COUNTS) + 8), load_i64(p + 8 * ROWS)):
+    for row in range(rows, load_i64(p + 8 * ROWS)):
         zero_bytes(out + row * out_stride, row_bytes)
     run_worker(p, work)
