@@ -226,9 +226,11 @@ class Engine:
         live = self._live.get(request_id)
         if live is None:
             return
-        for sequence in live.sequences:
+        live.touched = True
+        for sequence, stream in zip(live.sequences, live.streams, strict=True):
             self.scheduler.finish(sequence, reason)
-            self._end(sequence)  # also where the scheduler had ended it and the step went no further
+            # Not by the sequence's own reason: a step that failed between the two has kept the last token from us.
+            stream.finish(reason, None)
 
     def stats(self) -> dict[str, Any]:
         """Plain values: model, tokens, scheduler, graph accounting, expert load."""

@@ -160,7 +160,7 @@ class LLM:
                     yield output
                     if output.finished:
                         return
-                if not self.engine.is_live(name):
+                if not self._mail[name] and not self.engine.is_live(name):
                     return  # aborted through the engine: whoever did that has its last output
                 self._step()
         finally:
