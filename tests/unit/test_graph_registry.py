@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ostinato.graphs import BufferPool, FillContext, GraphBufferRegistry, GraphSlot, PaddingPolicy
+from ostinato.graphs.registry import MAX_PLANS
 
 BS, TOKENS = 8, 16
 CTX = FillContext(raw_bs=2, padded_bs=4, raw_num_tokens=4, padded_num_tokens=8)
@@ -367,3 +368,4 @@ def test_many_widths_keep_the_plans_bounded() -> None:
             ctx = FillContext(raw, padded, raw, padded)
             made.fill_from(Batch(input_ids=torch.full((raw,), raw)), ctx)
             assert made.buffer("input_ids")[:padded].tolist() == [raw] * raw + [0] * (padded - raw)
+    assert len(made._plans) <= MAX_PLANS

@@ -106,6 +106,7 @@ def test_p9_a_bucket_over_twice_the_rows_is_rejected(raw: int, padded: int, reas
     """P9: buckets [4,16]: raw 5 is rejected (16 > 2*5), raw 8 accepted (16 = 2*8)."""
     shape = decide_shape(StepMode.EXTEND, [raw], 1, rules())
     assert (shape.padded_num_tokens, shape.eager_reason) == (padded, reason)
+    assert decide_shape(StepMode.EXTEND, [7], 1, rules(extend=(4, 15))).eager_reason == "too much padding"
 
 
 def test_p10_mixed_batches_replay_extend_graphs_unless_configured_eager() -> None:
@@ -157,6 +158,9 @@ def test_request_slots_bound_extend_graphs() -> None:
 def test_above_the_largest_bucket_runs_eager_at_aligned_rows() -> None:
     shape = decide_shape(StepMode.EXTEND, [17], 1, rules(attn_tp_size=4))
     assert (shape.padded_num_tokens, shape.eager_reason) == (20, "above the largest bucket")
+    # Whole requests of 3 rows in 4 shards: a multiple of 12.
+    wide = decide_shape(StepMode.DECODE, [30], 10, rules(tokens_per_request=3, attn_tp_size=4))
+    assert (wide.padded_num_tokens, wide.padded_bs) == (36, 12)
 
 
 def test_f15_padding_off_replays_exact_sizes_only() -> None:

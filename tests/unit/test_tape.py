@@ -137,6 +137,13 @@ def _leaves(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else [t for v in value for t in _leaves(v)]
 
 
+def test_views_and_uninitialised_memory_cost_no_call() -> None:
+    x = torch.ones(3, 4)
+    tape = TapeBackend().capture(lambda stream: torch.empty(4).copy_(x.t()[:, 0].view(4)), warmup=0)
+    assert tape.trace == ("aten.copy_.default",)
+    assert tape.num_launches == 0
+
+
 @torch.library.custom_op("ostinato_test::no_out_form", mutates_args=())
 def no_out_form(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x * 2, x.sum(0)
