@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every family, built offline with transformers, and its answers as the oracle.
 
-`build(family, directory)` writes a checkpoint; `FAMILIES` names them. Weights are drawn so that faults show:
+`build(family, directory)` writes a checkpoint, with a tokenizer; `FAMILIES` names them. Weights are drawn so that faults show:
 routers are scaled up (else every expert weighs the same), norms and biases are not the identity.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 VOCAB = 160
 MAX_POSITIONS = 256
@@ -113,6 +114,10 @@ def build(family: str, directory: Path, *, max_shard_size: str = "1GB") -> Path:
         for name, parameter in model.named_parameters():
             _draw(name, parameter)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.decoder = decoders.Fuse()
+    words.save(str(directory / "tokenizer.json"))
     return directory
 
 
