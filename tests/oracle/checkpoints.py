@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family, built offline with transformers, and its answers as the oracle.
 
-`build(family, directory)` writes a checkpoint, with a tokenizer; `FAMILIES` names them. Weights are drawn so that faults show:
-routers are scaled up (else every expert weighs the same), norms and biases are not the identity.
+`build(family, directory)` writes a checkpoint, with a tokenizer; `FAMILIES` names them. Weights are drawn so that
+faults show: routers are scaled up (else every expert weighs the same), norms and biases are not the identity.
 """
 
 from __future__ import annotations

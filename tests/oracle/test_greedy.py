@@ -1,7 +1,7 @@
-"""The whole engine against transformers' `generate`, fp32: every family, eager and tape, whole and chunked, cold and cached.
+"""The whole engine against transformers' `generate`, fp32: every family, eager and tape, chunked, cold and cached.
 
-One ragged batch per family, and a second one whose prompts begin like the first: it must run on the prefix cache. Tokens
-are compared exactly, log-probabilities within 1e-4 of transformers' own.
+One ragged batch per family, and a second one whose prompts begin like the first: it must run on the prefix cache.
+Tokens are compared exactly, log-probabilities within 1e-4 of transformers' own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ SHARED = ((2, 64), (3, 33), (4, 37))
 """Prompts of the second round: (prompt of the first round, tokens in common); the last one comes again as it was."""
 PAGE = 8
 CHUNK = 16
-# Names, so that tests read; the numbers of a family's oracle do not depend on them.
 MODES = [
     pytest.param(graph, chunk, id=f"{graph}-{'chunks' if chunk else 'whole'}")
     for graph in ("eager", "tape")
@@ -88,7 +87,8 @@ def check(outputs: list[RequestOutput], answers: list[Answer]) -> None:
         assert list(completion.token_ids) == answer.tokens
         assert completion.logprobs is not None
         for row, token, entries in zip(answer.logprobs, answer.tokens, completion.logprobs, strict=True):
-            assert {token} <= set(entries) and len(entries) == 5
+            assert token in entries
+            assert len(entries) == 5
             for candidate, entry in entries.items():
                 assert entry.logprob == pytest.approx(float(row[candidate]), abs=TOLERANCE)
 
