@@ -226,9 +226,9 @@ Temperature 0.7, top-p 0.95, one fixed seed, the prompt in bold:
 
 ## Training
 
-`python tools/train_demo.py` makes it again. These weights took {minutes:.0f} minutes on one CPU
-core: {steps:,} steps of 4,096 tokens ({seen:.1f} million in all), 60 % Austen, 20 % Bible, 20 %
-Shakespeare. Matrices by Muon, the rest by AdamW, peak learning rate 0.004, linear to zero; windows
+`python tools/train_demo.py` makes it again. These weights took {minutes:.0f} minutes on one shared
+CPU core: {steps:,} steps of 4,096 tokens ({seen:.1f} million in all), 60 % Austen, 20 % Bible,
+20 % Shakespeare. Matrices by Muon, the rest by AdamW, peak learning rate 0.004, linear to zero; windows
 of 256, then 512, then 1,024 tokens; load-balancing loss of weight 0.01. The number of steps follows
 the time budget, so another machine gives another, similar model.
 
