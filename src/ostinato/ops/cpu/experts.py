@@ -12,40 +12,15 @@ import torch
 
 from ostinato.ops.cpu import moe
 from ostinato.ops.cpu.epilogue import ADD_TO_OUT, FP32_OUT
-from ostinato.ops.cpu.gemm import check_rows, stride_bytes
-from ostinato.ops.cpu.launch import Launch, Runtime
+from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
+from ostinato.ops.cpu.linear import check_rows, stride_bytes
 from ostinato.ops.cpu.packing import Panels
+from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, row_function, spread_stride
+from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.tiles import PANEL, TILE_ARGUMENTS, tile_function
 
-_LINE = 64
 
-
-class Scratch:
-    """Bytes by name, shared by launches; a buffer that is too small is replaced by one twice as large.
-
-    Launches keep the buffer they were bound to.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def take(self, name: str, num_bytes: int) -> torch.Tensor:
-        """At least `num_bytes` bytes, aligned to a cache line."""
-        found = self._buffers.get(name)
-        if found is None or found.numel() < num_bytes:
-            size = max(num_bytes, _LINE, 0 if found is None else 2 * found.numel())
-            found = torch.empty(size + _LINE, dtype=torch.uint8)
-            found = found[-found.data_ptr() % _LINE :]
-            self._buffers[name] = found
-        return found
-
-    @property
-    def nbytes(self) -> int:
-        """What all buffers hold."""
-        return sum(buffer.numel() for buffer in self._buffers.values())
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """Packed experts of one layer: gated panels [E, 2I, H] and plain panels [E, H, I]."""
 
@@ -65,6 +40,10 @@ class ExpertWeights:
     @property
     def num_experts(self) -> int:
         return self.down.words.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.down.dtype
 
     @property
     def hidden_size(self) -> int:
@@ -94,12 +73,13 @@ class MoeExperts:
     `add=True` adds the result to what `out` holds; a row without experts then keeps its value.
     """
 
-    __slots__ = ("_add", "_runtime", "_scratch")
+    __slots__ = ("_add", "_calls", "_runtime", "_scratch")
 
     def __init__(self, runtime: Runtime, scratch: Scratch, *, add: bool = False) -> None:
         self._runtime = runtime
         self._scratch = scratch
         self._add = add
+        self._calls = LaunchCache()
 
     def __call__(
         self,
@@ -111,7 +91,7 @@ class MoeExperts:
         out: torch.Tensor,
         live: torch.Tensor | None = None,
     ) -> None:
-        self.bind(x, topk_weights, topk_ids, experts, weights_on_input, out, live)()
+        self._calls.run(self._free_launch, x, topk_weights, topk_ids, experts, weights_on_input, out, live)
 
     def bind(
         self,
@@ -128,6 +108,21 @@ class MoeExperts:
         Ids outside 0..E-1 are nobody. `live` is an int32 count of leading rows; rows past it go nowhere.
         Raises ValueError on a shape or dtype that does not fit.
         """
+        launch = self._free_launch(x, topk_weights, topk_ids, experts, weights_on_input, out, live)
+        launch.kept = (*launch.kept, x, topk_weights, topk_ids, out, live)
+        return launch
+
+    def _free_launch(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        experts: ExpertWeights,
+        weights_on_input: bool,
+        out: torch.Tensor,
+        live: torch.Tensor | None,
+    ) -> Launch:
+        """The launch, which keeps none of the call's tensors alive."""
         _check(x, topk_weights, topk_ids, experts, out, live)
         fields = {
             moe.X: x.data_ptr(),
@@ -146,13 +141,14 @@ class MoeExperts:
             moe.OUT_KIND: (FP32_OUT if out.dtype == torch.float32 else 0) | (ADD_TO_OUT if self._add else 0),
         }
         fields |= self._expert_fields(experts)
-        scratch, kept = self._scratch_fields(x.shape[0], topk_ids.shape[1], experts, weights_on_input)
-        fields |= scratch
-        owned = (*kept, x, topk_weights, topk_ids, experts, out, live)
+        scratch, kept = self._scratch_fields(x.shape[0] * topk_ids.shape[1], topk_ids.shape[1], experts)
+        rows, buffers = self._row_fields(x, topk_ids.shape[1], experts, weights_on_input)
+        fields |= scratch | rows
+        owned = (*kept, *buffers, experts)
         return self._runtime.launch(moe.moe_entry, moe.moe_worker, fields, moe.NUM_FIELDS, owned)
 
     def _expert_fields(self, experts: ExpertWeights) -> dict[int, int]:
-        runtime, dtype = self._runtime, experts.down.dtype
+        runtime, dtype = self._runtime, experts.dtype
         return {
             moe.TILE: runtime.compiler.address(tile_function(dtype, runtime.isa), TILE_ARGUMENTS),
             moe.TILE_ROWS: runtime.isa.tile_rows,
@@ -165,18 +161,16 @@ class MoeExperts:
         }
 
     def _scratch_fields(
-        self, rows: int, slots: int, experts: ExpertWeights, on_input: bool
+        self, capacity: int, slots: int, experts: ExpertWeights
     ) -> tuple[dict[int, int], tuple[torch.Tensor, ...]]:
-        capacity, size = rows * slots, experts.down.dtype.itemsize
-        scaled_stride = -(-experts.hidden_size * size // _LINE) * _LINE if on_input else 0
-        hidden_stride = -(-experts.intermediate_size * size // _LINE) * _LINE
+        """Memory for sorting, hidden rows and results of at most `capacity` places."""
+        hidden_stride = spread_stride(experts.intermediate_size * experts.dtype.itemsize)
         sizes = {
             moe.STARTS: 8 * (experts.num_experts + 1),
             moe.ACTIVE: 8 * experts.num_experts,
             moe.PLACE_ROW: 8 * capacity,
             moe.PLACE_SLOT: 8 * capacity,
             moe.SLOT_PLACE: 8 * capacity,
-            moe.SCALED: capacity * scaled_stride,
             moe.HIDDEN: capacity * hidden_stride,
             moe.RESULTS: capacity * experts.down.num_panels * 4 * PANEL,
         }
@@ -184,13 +178,41 @@ class MoeExperts:
         ones, zeros = torch.ones(slots), torch.zeros(PANEL)
         fields = {field: buffer.data_ptr() for field, buffer in buffers.items()}
         fields |= {
-            moe.SCALED_STRIDE: scaled_stride,
             moe.HIDDEN_STRIDE: hidden_stride,
+            moe.DOWN_ROWS: fields[moe.HIDDEN],
+            moe.DOWN_STRIDE: hidden_stride,
             moe.CAPACITY: capacity,
             moe.ONES: ones.data_ptr(),
             moe.ZEROS: zeros.data_ptr(),
         }
         return fields, (*buffers.values(), ones, zeros)
+
+    def _row_fields(
+        self, x: torch.Tensor, slots: int, experts: ExpertWeights, on_input: bool
+    ) -> tuple[dict[int, int], tuple[torch.Tensor, ...]]:
+        """What gate and up read: x, x times weights by place, or what is prepared of either."""
+        places = len(x) * slots if on_input else len(x)
+        fields = {moe.PRODUCT_ROWS: x.data_ptr(), moe.PRODUCT_STRIDE: stride_bytes(x)}
+        buffers = []
+        if on_input:
+            stride = spread_stride(experts.hidden_size * x.element_size())
+            scaled = self._scratch.take("moe.scaled", places * stride)
+            fields |= {moe.SCALED: scaled.data_ptr(), moe.SCALED_STRIDE: stride}
+            fields |= {moe.PRODUCT_ROWS: scaled.data_ptr(), moe.PRODUCT_STRIDE: stride}
+            buffers.append(scaled)
+        prepare = row_function(experts.dtype, fields[moe.PRODUCT_STRIDE], places)
+        if prepare is not None:
+            stride = spread_stride(experts.gate_up.row_bytes)
+            prepared = self._scratch.take("moe.prepared", places * stride)
+            fields |= {
+                moe.PREPARE: self._runtime.compiler.address(prepare, PREPARE_ARGUMENTS),
+                moe.PREPARED: prepared.data_ptr(),
+                moe.PREPARED_STRIDE: stride,
+                moe.PRODUCT_ROWS: prepared.data_ptr(),
+                moe.PRODUCT_STRIDE: stride,
+            }
+            buffers.append(prepared)
+        return fields, tuple(buffers)
 
 
 def _check(
@@ -201,7 +223,7 @@ def _check(
     out: torch.Tensor,
     live: torch.Tensor | None,
 ) -> None:
-    check_rows("x", x, experts.hidden_size, experts.down.dtype)
+    check_rows("x", x, experts.hidden_size, experts.dtype)
     check_rows("out", out, experts.hidden_size, out.dtype)
     slots = topk_ids.shape[-1]
     check_rows("topk_ids", topk_ids, slots, torch.int32)

@@ -36,7 +36,16 @@ def call_address(typing_context: Any, function: Any, argument: Any) -> _Signatur
 
 @intrinsic
 def call_tile(
-    typing_context: Any, tile: Any, rows: Any, count: Any, panel: Any, steps: Any, odd: Any, out: Any
+    typing_context: Any,
+    tile: Any,
+    rows: Any,
+    count: Any,
+    panel: Any,
+    steps: Any,
+    odd: Any,
+    out: Any,
+    ahead: Any,
+    stride: Any,
 ) -> _Signature:
     """Call the tile function at address `tile`; see `tiles`."""
 
@@ -44,7 +53,18 @@ def call_tile(
         _call(builder, args[0], *args[1:])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), emit
+    return types.void(*[types.int64] * 9), emit
+
+
+@intrinsic
+def call_prepare(typing_context: Any, prepare: Any, source: Any, target: Any, columns: Any) -> _Signature:
+    """Call the row function at address `prepare`; see `prepare`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, args[0], *args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), emit
 
 
 @intrinsic

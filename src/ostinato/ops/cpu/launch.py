@@ -22,13 +22,16 @@ from numba import njit
 from ostinato.ops.cpu.compile import Compiler
 from ostinato.ops.cpu.intrinsics import call_address, run_team
 from ostinato.ops.cpu.isa import Isa, select_isa
-from ostinato.ops.cpu.memory import load_i64, store_i64
+from ostinato.ops.cpu.memory import fetch_add, load_i64, store_i64
 from ostinato.ops.cpu.threads import ThreadPool, open_pool
 
 # The fields every parameter block begins with.
 WORKER, PARALLEL, BARRIER, THREADS, COUNTER, TASKS, FIRST_FIELD = range(7)
-COUNTERS = 8  # counters of a launch, each in a cache line of its own
+COUNTERS = 8  # counters of a launch, each in a cache line of its own; the last one numbers the members
+PHASES = 5  # behind them lie the counters of every thread's share, by phase
 SMALL_WORK = 16384  # 4-byte words touched, below which starting the team costs more than it saves
+
+_MOST_LAUNCHES = 4096
 
 Entry = Callable[[int], None]
 _ENTRY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
@@ -51,6 +54,31 @@ class Launch:
         self._run(self.address)
 
 
+class LaunchCache:
+    """Launches of plain calls by what they were bound to, so that a repeated call costs little more than a
+    replay.
+
+    They hold no tensor of the call: whoever passes memory at the same address again owns it.
+    """
+
+    __slots__ = ("_launches",)
+
+    def __init__(self) -> None:
+        self._launches: dict[tuple[object, ...], Launch] = {}
+
+    def run(self, make: Callable[..., Launch], *args: Any) -> None:
+        """Call the launch for these arguments, made by `make(*args)` the first time."""
+        key = tuple(
+            (a.data_ptr(), a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args
+        )
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) >= _MOST_LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = make(*args)
+        launch()
+
+
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """Instruction set, threads and compiled code: what kernels are made with."""
@@ -63,7 +91,8 @@ class Runtime:
         self, entry: Entry, worker: Entry, values: Mapping[int, int], num_fields: int, kept: tuple[Any, ...]
     ) -> Launch:
         """A launch of `entry` with these fields (by index), keeping `kept` alive."""
-        counters = torch.zeros(8 * COUNTERS + 8, dtype=torch.int64)
+        lines = COUNTERS + PHASES * self.pool.num_threads
+        counters = torch.zeros(8 * lines + 8, dtype=torch.int64)
         fixed = {
             WORKER: self.compiler.address(worker),
             PARALLEL: self.pool.parallel,
@@ -86,8 +115,29 @@ def open_runtime(
 @njit(error_model="numpy")
 def reset_counter(p: int) -> None:
     """Zero the launch's counters."""
-    for i in range(COUNTERS):
+    for i in range(COUNTERS + PHASES * load_i64(p + 8 * THREADS)):
         store_i64(0, load_i64(p + 8 * COUNTER) + 64 * i)
+
+
+@njit(error_model="numpy")
+def join_team(p: int) -> int:
+    """A number for the calling thread, in order of arrival."""
+    return fetch_add(load_i64(p + 8 * COUNTER) + 64 * (COUNTERS - 1), 1)
+
+
+@njit(error_model="numpy")
+def draw(p: int, phase: int, owner: int, tasks: int) -> int:
+    """The next of `owner`'s share of the tasks, or -1 when none is left.
+
+    Shares are contiguous, so a thread reads on where it stopped; who has finished draws from the others'
+    shares.
+    """
+    threads = load_i64(p + 8 * THREADS)
+    share = (tasks + threads - 1) // threads
+    counter = load_i64(p + 8 * COUNTER) + 64 * (COUNTERS + phase * threads + owner)
+    drawn = fetch_add(counter, 1)
+    task = owner * share + drawn
+    return task if drawn < share and task < tasks else -1
 
 
 @njit(error_model="numpy")

@@ -1,10 +1,10 @@
 """All experts of a layer in one launch: sort rows by expert, gate and up, SiLU, down, weighted sum.
 
     entry    slots (row, k) -> places sorted by expert; -1 goes nowhere and costs nothing
-    phase 0  (weights on input only) rows times weights, by place
-    phase 1  tasks (active expert, panels): hidden[place] = silu(gate) * up
-    phase 2  tasks (active expert, panels): results[panel][place] = down, fp32
-    phase 3  out[row] = sum over k, in slot order, of weight * results[place of (row, k)]
+    phase 0  rows are prepared for the product where need be; times weights, by place, with weights on the
+    input phase 1  tasks (active expert, panels): hidden[place] = silu(gate) * up phase 2  hidden rows are
+    prepared where need be phase 3  tasks (active expert, panels): results[panel][place] = down, fp32 phase 4
+    out[row] = sum over k, in slot order, of weight * results[place of (row, k)]
 
 Knows nothing of routing. Invariant: a row's bits depend on its own slots alone; rows nobody works on come out
 zero and are never read; tasks are drawn by experts that have rows, so pads change neither cost nor result.
@@ -15,21 +15,22 @@ from __future__ import annotations
 from numba import njit
 
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED, combine_slots, scale_row, store_tile
-from ostinato.ops.cpu.gemm import SUMS, live_rows, panel_group
-from ostinato.ops.cpu.intrinsics import call_barrier, call_tile, stack_scratch
+from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_group
+from ostinato.ops.cpu.intrinsics import call_barrier, call_prepare, call_tile, stack_scratch
 from ostinato.ops.cpu.launch import (
     BARRIER,
-    COUNTER,
     FIRST_FIELD,
     THREADS,
+    draw,
+    join_team,
     reset_counter,
     run_worker,
 )
-from ostinato.ops.cpu.memory import fetch_add, load_i32, load_i64, store_i64
-from ostinato.ops.cpu.tiles import PANEL
+from ostinato.ops.cpu.memory import load_i32, load_i64, store_i64
+from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
 TASKS_PER_THREAD = 16
-COMBINE_PANELS = 8  # panels of one row in a task of phase 3
+COMBINE_PANELS = 8  # panels of one row in a task of phase 4
 
 (
     TILE,
@@ -73,8 +74,16 @@ COMBINE_PANELS = 8  # panels of one row in a task of phase 3
     NUM_PLACES,
     SCALED,  # rows times weights, by place
     SCALED_STRIDE,
+    PREPARE,  # address of the function that makes PREPARED of X or SCALED, or 0
+    PREPARED,
+    PREPARED_STRIDE,
+    PRODUCT_ROWS,  # what gate and up read: X, SCALED or PREPARED
+    PRODUCT_STRIDE,
     HIDDEN,  # by place
     HIDDEN_STRIDE,
+    PREPARE_HIDDEN,  # address of the function that makes DOWN_ROWS of HIDDEN, or 0
+    DOWN_ROWS,  # what down reads, by place
+    DOWN_STRIDE,
     RESULTS,  # fp32 [panels][capacity][32]
     CAPACITY,
     ONES,  # address of fp32 ones [SLOTS]
@@ -82,7 +91,7 @@ COMBINE_PANELS = 8  # panels of one row in a task of phase 3
     GATE_UP_GROUP,
     DOWN_GROUP,
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 50)
+) = range(FIRST_FIELD, FIRST_FIELD + 58)
 
 
 @njit(error_model="numpy")
@@ -132,129 +141,204 @@ def _sort_slots(p: int, live: int) -> None:
 
 
 @njit(error_model="numpy")
-def _draw(p: int, phase: int) -> int:
-    """The next task number of a phase."""
-    return fetch_add(load_i64(p + 8 * COUNTER) + 64 * phase, 1)
-
-
-@njit(error_model="numpy")
-def _scale_inputs(p: int) -> None:
-    """Phase 0: scaled[place] = x[row] * weight."""
-    places = load_i64(p + 8 * NUM_PLACES)
-    slots = load_i64(p + 8 * SLOTS)
-    place = _draw(p, 0)
-    while place < places:
-        slot = load_i64(load_i64(p + 8 * PLACE_SLOT) + 8 * place)
-        row = slot // slots
-        weights = load_i64(p + 8 * WEIGHTS) + row * load_i64(p + 8 * WEIGHTS_STRIDE)
-        scale_row(
+def _prepare_row(p: int, row: int) -> None:
+    """Phase 0 without weights on the input: prepared[row] of x[row], if anybody works on the row."""
+    slots, busy = load_i64(p + 8 * SLOTS), False
+    for k in range(slots):
+        busy = busy or load_i64(load_i64(p + 8 * SLOT_PLACE) + 8 * (row * slots + k)) >= 0
+    if busy:
+        call_prepare(
+            load_i64(p + 8 * PREPARE),
             load_i64(p + 8 * X) + row * load_i64(p + 8 * X_STRIDE),
-            weights + 4 * (slot % slots),
-            load_i64(p + 8 * SCALED) + place * load_i64(p + 8 * SCALED_STRIDE),
-            load_i64(p + 8 * VALUE_BYTES) // 4,
+            load_i64(p + 8 * PREPARED) + row * load_i64(p + 8 * PREPARED_STRIDE),
             load_i64(p + 8 * HIDDEN_SIZE),
         )
-        place = _draw(p, 0)
 
 
 @njit(error_model="numpy")
-def _source_rows(p: int, phase: int, place: int, count: int, rows: int) -> None:
+def _scale_row(p: int, place: int) -> None:
+    """Phase 0 with weights on the input: scaled[place] = x[row] * weight, then prepared."""
+    slots = load_i64(p + 8 * SLOTS)
+    slot = load_i64(load_i64(p + 8 * PLACE_SLOT) + 8 * place)
+    row = slot // slots
+    weights = load_i64(p + 8 * WEIGHTS) + row * load_i64(p + 8 * WEIGHTS_STRIDE)
+    scaled = load_i64(p + 8 * SCALED) + place * load_i64(p + 8 * SCALED_STRIDE)
+    columns = load_i64(p + 8 * HIDDEN_SIZE)
+    scale_row(
+        load_i64(p + 8 * X) + row * load_i64(p + 8 * X_STRIDE),
+        weights + 4 * (slot % slots),
+        scaled,
+        load_i64(p + 8 * VALUE_BYTES) // 4,
+        columns,
+    )
+    if load_i64(p + 8 * PREPARE) != 0:
+        prepared = load_i64(p + 8 * PREPARED) + place * load_i64(p + 8 * PREPARED_STRIDE)
+        call_prepare(load_i64(p + 8 * PREPARE), scaled, prepared, columns)
+
+
+@njit(error_model="numpy")
+def _prepare_inputs(p: int, member: int) -> None:
+    """Phase 0."""
+    threads, on_input = load_i64(p + 8 * THREADS), load_i64(p + 8 * ON_INPUT) != 0
+    tasks = load_i64(p + 8 * (NUM_PLACES if on_input else ROWS))
+    for turn in range(threads):
+        task = draw(p, 0, (member + turn) % threads, tasks)
+        while task >= 0:
+            if on_input:
+                _scale_row(p, task)
+            else:
+                _prepare_row(p, task)
+            task = draw(p, 0, (member + turn) % threads, tasks)
+
+
+@njit(error_model="numpy")
+def _prepare_hidden(p: int, member: int) -> None:
+    """Phase 2."""
+    threads, places = load_i64(p + 8 * THREADS), load_i64(p + 8 * NUM_PLACES)
+    for turn in range(threads):
+        place = draw(p, 2, (member + turn) % threads, places)
+        while place >= 0:
+            call_prepare(
+                load_i64(p + 8 * PREPARE_HIDDEN),
+                load_i64(p + 8 * HIDDEN) + place * load_i64(p + 8 * HIDDEN_STRIDE),
+                load_i64(p + 8 * DOWN_ROWS) + place * load_i64(p + 8 * DOWN_STRIDE),
+                load_i64(p + 8 * INTERMEDIATE),
+            )
+            place = draw(p, 2, (member + turn) % threads, places)
+
+
+@njit(error_model="numpy")
+def _product_rows(p: int, phase: int, place: int, count: int, rows: int) -> None:
     """Write the addresses of the rows at `count` places to `rows`."""
-    on_input = load_i64(p + 8 * ON_INPUT)
+    base = load_i64(p + 8 * (PRODUCT_ROWS if phase == 1 else DOWN_ROWS))
+    stride = load_i64(p + 8 * (PRODUCT_STRIDE if phase == 1 else DOWN_STRIDE))
+    by_place = phase != 1 or load_i64(p + 8 * ON_INPUT) != 0
     for i in range(count):
-        if phase == 2:
-            at = load_i64(p + 8 * HIDDEN) + (place + i) * load_i64(p + 8 * HIDDEN_STRIDE)
-        elif on_input != 0:
-            at = load_i64(p + 8 * SCALED) + (place + i) * load_i64(p + 8 * SCALED_STRIDE)
-        else:
-            row = load_i64(load_i64(p + 8 * PLACE_ROW) + 8 * (place + i))
-            at = load_i64(p + 8 * X) + row * load_i64(p + 8 * X_STRIDE)
-        store_i64(at, rows + 8 * i)
+        row = place + i if by_place else load_i64(load_i64(p + 8 * PLACE_ROW) + 8 * (place + i))
+        store_i64(base + row * stride, rows + 8 * i)
 
 
 @njit(error_model="numpy")
-def _run_experts(p: int, phase: int, scratch: int) -> None:
-    """Phase 1 (gate, up) or 2 (down): tasks are groups of panels of one active expert."""
+def _store_hidden(p: int, place: int, count: int, panel: int, sums: int) -> None:
+    """hidden = silu(gate) * up for one tile."""
+    size, stride = load_i64(p + 8 * VALUE_BYTES), load_i64(p + 8 * HIDDEN_STRIDE)
+    column = panel * (PANEL // 2)
+    out = load_i64(p + 8 * HIDDEN) + place * stride + column * size
+    width = load_i64(p + 8 * INTERMEDIATE) - column
+    kind = GATED | FP32_OUT if size == 4 else GATED
+    store_tile(kind, count, sums, load_i64(p + 8 * ZEROS), out, stride, width)
+
+
+@njit(error_model="numpy")
+def _run_group(p: int, phase: int, scratch: int, expert: int, first: int, last: int) -> None:
+    """A group of panels of one expert, for all of its rows.
+
+    Rows of one tile stream: they ask for their panel shortly ahead. Otherwise the tiles share out asking for
+    the group that follows in memory.
+    """
     # The fields of GATE_UP and DOWN lie in the same order.
     w = p + 8 * (GATE_UP if phase == 1 else DOWN)
-    weight, expert_bytes, panels, panel_bytes = (
-        load_i64(w),
-        load_i64(w + 8),
-        load_i64(w + 16),
-        load_i64(w + 24),
-    )
-    steps, odd = load_i64(w + 32), load_i64(w + 40)
+    panel_bytes = load_i64(w + 24)
+    begin = load_i64(load_i64(p + 8 * STARTS) + 8 * expert)
+    end = load_i64(load_i64(p + 8 * STARTS) + 8 * expert + 8)
+    rows = end - begin
+    alone = rows <= load_i64(p + 8 * TILE_ROWS)
+    place = begin
+    while place < end:
+        n = min(load_i64(p + 8 * TILE_ROWS), end - place)
+        _product_rows(p, phase, place, n, scratch)
+        for panel in range(first, last):
+            at = load_i64(w) + expert * load_i64(w + 8) + panel * panel_bytes
+            sums = scratch + SUMS
+            if phase != 1:
+                sums = load_i64(p + 8 * RESULTS) + (panel * load_i64(p + 8 * CAPACITY) + place) * 4 * PANEL
+            ahead, pace = at + AHEAD, STEP_BYTES
+            if not alone:
+                ahead = at + (last - first) * panel_bytes + panel_bytes // rows * (place - begin)
+                pace = (STEP_BYTES * n + rows - 1) // rows
+            call_tile(
+                load_i64(p + 8 * TILE),
+                scratch,
+                n,
+                at,
+                load_i64(w + 32),
+                load_i64(w + 40),
+                sums,
+                ahead,
+                pace,
+            )
+            if phase == 1:
+                _store_hidden(p, place, n, panel, sums)
+        place += n
+
+
+@njit(error_model="numpy")
+def _run_experts(p: int, phase: int, scratch: int, member: int) -> None:
+    """Phase 1 (gate, up) or 3 (down): tasks are groups of panels of one active expert."""
+    threads = load_i64(p + 8 * THREADS)
+    panels = load_i64(p + 8 * (GATE_UP_PANELS if phase == 1 else DOWN_PANELS))
     group = load_i64(p + 8 * (GATE_UP_GROUP if phase == 1 else DOWN_GROUP))
     groups = (panels + group - 1) // group
     tasks = load_i64(p + 8 * NUM_ACTIVE) * groups
-    size = load_i64(p + 8 * VALUE_BYTES)
-    kind = GATED | FP32_OUT if size == 4 else GATED
-    task = _draw(p, phase)
-    while task < tasks:
-        expert = load_i64(load_i64(p + 8 * ACTIVE) + 8 * (task // groups))
-        first = task % groups * group
-        place = load_i64(load_i64(p + 8 * STARTS) + 8 * expert)
-        end = load_i64(load_i64(p + 8 * STARTS) + 8 * expert + 8)
-        while place < end:
-            n = min(load_i64(p + 8 * TILE_ROWS), end - place)
-            _source_rows(p, phase, place, n, scratch)
-            for panel in range(first, min(first + group, panels)):
-                at = weight + expert * expert_bytes + panel * panel_bytes
-                sums = scratch + SUMS
-                if phase == 2:
-                    sums = (
-                        load_i64(p + 8 * RESULTS) + (panel * load_i64(p + 8 * CAPACITY) + place) * 4 * PANEL
-                    )
-                call_tile(load_i64(p + 8 * TILE), scratch, n, at, steps, odd, sums)
-                if phase == 1:
-                    stride = load_i64(p + 8 * HIDDEN_STRIDE)
-                    column = panel * (PANEL // 2)
-                    out = load_i64(p + 8 * HIDDEN) + place * stride + column * size
-                    width = load_i64(p + 8 * INTERMEDIATE) - column
-                    store_tile(kind, n, sums, load_i64(p + 8 * ZEROS), out, stride, width)
-            place += n
-        task = _draw(p, phase)
+    for turn in range(threads):
+        task = draw(p, phase, (member + turn) % threads, tasks)
+        while task >= 0:
+            expert = load_i64(load_i64(p + 8 * ACTIVE) + 8 * (task // groups))
+            first = task % groups * group
+            _run_group(p, phase, scratch, expert, first, min(first + group, panels))
+            task = draw(p, phase, (member + turn) % threads, tasks)
 
 
 @njit(error_model="numpy")
-def _combine(p: int) -> None:
-    """Phase 3: tasks are a row and some panels."""
-    panels, slots = load_i64(p + 8 * DOWN_PANELS), load_i64(p + 8 * SLOTS)
+def _combine_row(p: int, row: int, first: int, last: int) -> None:
+    """Some panels of one row of the output."""
+    weights = load_i64(p + 8 * WEIGHTS) + row * load_i64(p + 8 * WEIGHTS_STRIDE)
+    if load_i64(p + 8 * ON_INPUT) != 0:
+        weights = load_i64(p + 8 * ONES)
+    slots = load_i64(p + 8 * SLOTS)
+    out = load_i64(p + 8 * OUT) + row * load_i64(p + 8 * OUT_STRIDE)
+    for panel in range(first, last):
+        combine_slots(
+            load_i64(p + 8 * OUT_KIND),
+            load_i64(p + 8 * SLOT_PLACE) + 8 * row * slots,
+            weights,
+            slots,
+            load_i64(p + 8 * RESULTS) + panel * load_i64(p + 8 * CAPACITY) * 4 * PANEL,
+            out + panel * PANEL * load_i64(p + 8 * OUT_BYTES),
+            load_i64(p + 8 * HIDDEN_SIZE) - panel * PANEL,
+        )
+
+
+@njit(error_model="numpy")
+def _combine(p: int, member: int) -> None:
+    """Phase 4: tasks are a row and some panels."""
+    threads, panels = load_i64(p + 8 * THREADS), load_i64(p + 8 * DOWN_PANELS)
     parts = (panels + COMBINE_PANELS - 1) // COMBINE_PANELS
     tasks = load_i64(p + 8 * ROWS) * parts
-    task = _draw(p, 3)
-    while task < tasks:
-        row = task // parts
-        first = task % parts * COMBINE_PANELS
-        weights = load_i64(p + 8 * WEIGHTS) + row * load_i64(p + 8 * WEIGHTS_STRIDE)
-        if load_i64(p + 8 * ON_INPUT) != 0:
-            weights = load_i64(p + 8 * ONES)
-        out = load_i64(p + 8 * OUT) + row * load_i64(p + 8 * OUT_STRIDE)
-        for panel in range(first, min(first + COMBINE_PANELS, panels)):
-            combine_slots(
-                load_i64(p + 8 * OUT_KIND),
-                load_i64(p + 8 * SLOT_PLACE) + 8 * row * slots,
-                weights,
-                slots,
-                load_i64(p + 8 * RESULTS) + panel * load_i64(p + 8 * CAPACITY) * 4 * PANEL,
-                out + panel * PANEL * load_i64(p + 8 * OUT_BYTES),
-                load_i64(p + 8 * HIDDEN_SIZE) - panel * PANEL,
-            )
-        task = _draw(p, 3)
+    for turn in range(threads):
+        task = draw(p, 4, (member + turn) % threads, tasks)
+        while task >= 0:
+            first = task % parts * COMBINE_PANELS
+            _combine_row(p, task // parts, first, min(first + COMBINE_PANELS, panels))
+            task = draw(p, 4, (member + turn) % threads, tasks)
 
 
 def moe_worker(p: int) -> None:
     """The phases, with the team waiting between them."""
-    scratch = stack_scratch()
+    scratch, member = stack_scratch(), join_team(p)
     barrier = load_i64(p + 8 * BARRIER)
     if load_i64(p + 8 * NUM_ACTIVE) > 0:
-        if load_i64(p + 8 * ON_INPUT) != 0:
-            _scale_inputs(p)
+        if load_i64(p + 8 * ON_INPUT) != 0 or load_i64(p + 8 * PREPARE) != 0:
+            _prepare_inputs(p, member)
             call_barrier(barrier)
-        for phase in range(1, 3):
-            _run_experts(p, phase, scratch)
+        _run_experts(p, 1, scratch, member)
+        call_barrier(barrier)
+        if load_i64(p + 8 * PREPARE_HIDDEN) != 0:
+            _prepare_hidden(p, member)
             call_barrier(barrier)
-    _combine(p)
+        _run_experts(p, 3, scratch, member)
+        call_barrier(barrier)
+    _combine(p, member)
 
 
 def moe_entry(p: int) -> None:

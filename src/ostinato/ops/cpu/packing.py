@@ -40,7 +40,7 @@ def words_of(columns: int, dtype: torch.dtype) -> int:
     return -(-columns // values_per_word(dtype))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Panels:
     """Packed matrices [count, rows, columns]; `words` is int32 [count, panels, ceil(columns / per word), 32].
 
@@ -60,6 +60,11 @@ class Panels:
     @property
     def panel_bytes(self) -> int:
         return self.words.shape[2] * 4 * PANEL
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that a product with these weights reads."""
+        return self.columns * self.dtype.itemsize
 
     @property
     def matrix_bytes(self) -> int:
@@ -155,7 +160,7 @@ class Packer:
         self._write(panels, target + 4 * HALF, 1, words[ours:], max(start - gates, 0))
 
     def _write(self, panels: Panels, target: int, halves: int, words: torch.Tensor, start: int) -> None:
-        """Rows into half panels from address `target` on, of which `halves` in every panel take rows in turn."""
+        """Rows into half panels from `target` on, of which `halves` in every panel take rows in turn."""
         if words.numel() == 0:
             return
         runtime = self._runtime

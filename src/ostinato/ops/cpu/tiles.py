@@ -22,8 +22,9 @@ from ostinato.ops.cpu.vector_ir import F32, I16, I32, I64, VB32, VF, VI, Lanes, 
 PANEL = 32  # columns of a panel
 _VECTORS = 2  # vectors of 16 lanes across a panel
 STEP_BYTES = 4 * PANEL  # of a panel, per step of K: 2 bf16, 1 fp32 or 4 int8 values a column
-_AHEAD = 2048  # bytes of the panel asked for ahead of use: what few rows need to keep memory busy
-TILE_ARGUMENTS = 6
+TILE_ARGUMENTS = 8
+_CROWDED = 16  # sums beyond which LLVM must be kept from loading words early and spilling sums for them
+_FENCE = ir.FunctionType(VF, [VF])
 
 # A step adds one 4-byte word of each row (2 bf16, 1 fp32, 4 int8) times the panel's words to the sums.
 Step = Callable[[Lanes, Value, Value, Value], Value]  # lanes, sum, panel words, row word -> sum
@@ -53,17 +54,18 @@ def fp32_step(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
 
 
 class TileEmitter:
-    """Emits `tile(rows, count, panel, steps, odd, out)`: all row counts of one kind of tile behind one
-    switch.
-    """
+    """Emits one kind of tile: all row counts behind one switch."""
 
     def __init__(self, lanes: Lanes, most_rows: int, step: Step) -> None:
         self.lanes = lanes
         self.most_rows = most_rows
         self.step = step
 
-    def emit(self, rows: Value, count: Value, panel: Value, steps: Value, odd: Value, out: Value) -> None:
-        """`rows` holds `count` row addresses; `odd` is 1 when one bf16 is left after the last whole step."""
+    def emit(self, count: Value, args: list[Value]) -> None:
+        """Arguments: address of `count` row addresses; panel; whole steps; 1 when one bf16 is left after them;
+        the scratch tile; and what to ask memory for on the way: a step asks for two lines at `ahead` + k *
+        `stride`.
+        """
         b = self.lanes.b
         done = b.append_basic_block("tile_done")
         choice = b.switch(count, done)
@@ -71,51 +73,80 @@ class TileEmitter:
             block = b.append_basic_block(f"tile_{n}")
             choice.add_case(ir.Constant(I64, n), block)
             b.position_at_end(block)
-            self._tile(rows, n, panel, steps, odd, out)
+            self._tile(n, *args)
             b.branch(done)
         b.position_at_end(done)
 
-    def _tile(self, rows: Value, n: int, panel: Value, steps: Value, odd: Value, out: Value) -> None:
+    def _tile(
+        self,
+        n: int,
+        rows: Value,
+        panel: Value,
+        steps: Value,
+        odd: Value,
+        out: Value,
+        ahead: Value,
+        stride: Value,
+    ) -> None:
         lanes = self.lanes
         addresses = [lanes.load(lanes.at(rows, 8 * r), I64, 8) for r in range(n)]
         zeros = [lanes.floats(0.0)] * (n * _VECTORS)
 
         def step(k: Value, sums: list[Value]) -> list[Value]:
             at = lanes.at(panel, lanes.times(k, STEP_BYTES))
+            asked = lanes.at(ahead, lanes.b.mul(k, stride))
             for line in range(0, STEP_BYTES, 64):
-                lanes.prefetch(lanes.at(at, _AHEAD + line))
+                lanes.prefetch(lanes.at(asked, line), nearest=False)
             offset = lanes.times(k, 4)
-            return self._add(at, [lanes.load(lanes.at(a, offset), I32) for a in addresses], sums)
+            return self._add(at, lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums)
 
         sums = lanes.loop(steps, zeros, step)
 
         def rest(k: Value, sums: list[Value]) -> list[Value]:
             at = lanes.at(panel, lanes.times(steps, STEP_BYTES))
             offset = lanes.times(steps, 4)
-            words = [lanes.b.zext(lanes.load(lanes.at(a, offset), I16), I32) for a in addresses]
-            return self._add(at, words, sums)
+
+            def word(row: int) -> Value:
+                return lanes.b.zext(lanes.load(lanes.at(addresses[row], offset), I16), I32)
+
+            return self._add(at, word, sums)
 
         sums = lanes.loop(odd, sums, rest)
         for i, total in enumerate(sums):
             lanes.store(total, lanes.at(out, 64 * i), 64)
 
-    def _add(self, panel: Value, words: list[Value], sums: list[Value]) -> list[Value]:
+    def _add(self, panel: Value, word: Callable[[int], Value], sums: list[Value]) -> list[Value]:
+        """One step: a row's word is loaded just before its use, so that the sums keep their registers."""
         lanes = self.lanes
         columns = [lanes.load(lanes.at(panel, 64 * j), VI, 64) for j in range(_VECTORS)]
-        return [
-            self.step(lanes, sums[r * _VECTORS + j], columns[j], word)
-            for r, word in enumerate(words)
-            for j in range(_VECTORS)
-        ]
+        added = []
+        for row in range(len(sums) // _VECTORS):
+            value = word(row)
+            mine = sums[row * _VECTORS : (row + 1) * _VECTORS]
+            mine = [self.step(lanes, total, columns[j], value) for j, total in enumerate(mine)]
+            if len(sums) > _CROWDED:
+                mine = [lanes.b.asm(_FENCE, "", "=v,0,~{memory}", [m], side_effect=True) for m in mine]
+            added += mine
+        return added
 
 
 def _tile_intrinsic(step: Step, isa_name: str) -> Any:
     @intrinsic
     def tile(
-        typing_context: Any, rows: Any, count: Any, panel: Any, steps: Any, odd: Any, out: Any
+        typing_context: Any,
+        rows: Any,
+        count: Any,
+        panel: Any,
+        steps: Any,
+        odd: Any,
+        out: Any,
+        ahead: Any,
+        stride: Any,
     ) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            TileEmitter(Lanes(builder), select_isa(isa_name).tile_rows, step).emit(*args)
+            rows, count, *rest = args
+            emitter = TileEmitter(Lanes(builder), select_isa(isa_name).tile_rows, step)
+            emitter.emit(count, [rows, *rest])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * TILE_ARGUMENTS), emit
@@ -128,22 +159,28 @@ _emit_bf16_portable = _tile_intrinsic(bf16_portable, PORTABLE)
 _emit_fp32 = _tile_intrinsic(fp32_step, PORTABLE)
 
 
-def tile_bf16_dot(rows: int, count: int, panel: int, steps: int, odd: int, out: int) -> None:
+def tile_bf16_dot(
+    rows: int, count: int, panel: int, steps: int, odd: int, out: int, ahead: int, stride: int
+) -> None:
     """bf16 rows and panel, by dot-product instructions."""
-    _emit_bf16_dot(rows, count, panel, steps, odd, out)
+    _emit_bf16_dot(rows, count, panel, steps, odd, out, ahead, stride)
 
 
-def tile_bf16_portable(rows: int, count: int, panel: int, steps: int, odd: int, out: int) -> None:
+def tile_bf16_portable(
+    rows: int, count: int, panel: int, steps: int, odd: int, out: int, ahead: int, stride: int
+) -> None:
     """bf16 rows and panel, by fp32 multiply-adds."""
-    _emit_bf16_portable(rows, count, panel, steps, odd, out)
+    _emit_bf16_portable(rows, count, panel, steps, odd, out, ahead, stride)
 
 
-def tile_fp32(rows: int, count: int, panel: int, steps: int, odd: int, out: int) -> None:
+def tile_fp32(
+    rows: int, count: int, panel: int, steps: int, odd: int, out: int, ahead: int, stride: int
+) -> None:
     """fp32 rows and panel."""
-    _emit_fp32(rows, count, panel, steps, odd, out)
+    _emit_fp32(rows, count, panel, steps, odd, out, ahead, stride)
 
 
-TileFunction = Callable[[int, int, int, int, int, int], None]
+TileFunction = Callable[[int, int, int, int, int, int, int, int], None]
 
 
 def tile_function(dtype: torch.dtype, isa: Isa) -> TileFunction:

@@ -1,0 +1,144 @@
+"""What the machine can do: reading memory, and multiply-adds in registers. The measure of every other kernel.
+
+The same threads, tasks and vectors as the real kernels, without anything else. Knows nothing of what is
+compared. Invariant: every byte is loaded and every multiply-add is part of a result that is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numba import types
+from numba.extending import intrinsic
+
+from ostinato.ops.cpu.intrinsics import stack_scratch
+from ostinato.ops.cpu.launch import COUNTER, FIRST_FIELD, TASKS, Launch, Runtime, reset_counter, run_worker
+from ostinato.ops.cpu.memory import fetch_add, load_i64
+from ostinato.ops.cpu.tiles import bf16_dot, bf16_portable, fp32_step
+from ostinato.ops.cpu.vector_ir import I32, VF, VI, Lanes, Value
+
+CHUNK_BYTES = 256 * 1024
+_LINES = 8  # cache lines read per step
+_AHEAD = 2048
+_SUMS = 24  # independent accumulators
+STEPS = 4096  # per task of the arithmetic kernels
+ADDRESS, NUM_FIELDS = FIRST_FIELD, FIRST_FIELD + 1
+
+Body = Callable[[Lanes, Value, Value, Value], Value]
+
+
+@intrinsic
+def _read_chunk(typing_context: Any, address: Any, out: Any) -> tuple[Any, Any]:
+    """Add up a chunk's words, lane by lane."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = Lanes(builder)
+
+        def step(k: Value, sums: list[Value]) -> list[Value]:
+            at = lanes.at(args[0], lanes.times(k, 64 * _LINES))
+            for line in range(_LINES):
+                lanes.prefetch(lanes.at(at, _AHEAD + 64 * line))
+            return [builder.add(s, lanes.load(lanes.at(at, 64 * i), VI, 64)) for i, s in enumerate(sums)]
+
+        sums = lanes.loop(lanes.i64(CHUNK_BYTES // (64 * _LINES)), [lanes.ints(0)] * _LINES, step)
+        for i, total in enumerate(sums):
+            lanes.store(total, lanes.at(args[1], 64 * i), 64)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+def _arithmetic(body: Body) -> Any:
+    @intrinsic
+    def multiply_add(typing_context: Any, source: Any, out: Any) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            lanes = Lanes(builder)
+            panel, word = lanes.load(args[0], VI, 64), lanes.load(args[0], I32, 4)
+
+            def step(k: Value, sums: list[Value]) -> list[Value]:
+                return [body(lanes, total, panel, word) for total in sums]
+
+            sums = lanes.loop(lanes.i64(STEPS), [lanes.floats(0.0)] * _SUMS, step)
+            for i, total in enumerate(sums):
+                lanes.store(total, lanes.at(args[1], 64 * (i % 24)), 64)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), emit
+
+    return multiply_add
+
+
+_bf16_dot = _arithmetic(bf16_dot)
+_bf16_portable = _arithmetic(bf16_portable)
+_fp32 = _arithmetic(fp32_step)
+
+
+def read_worker(p: int) -> None:
+    """Read chunks of the buffer."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _read_chunk(load_i64(p + 8 * ADDRESS) + task * CHUNK_BYTES, scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+def bf16_dot_worker(p: int) -> None:
+    """Multiply-adds by bf16 dot products."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _bf16_dot(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+def bf16_portable_worker(p: int) -> None:
+    """Multiply-adds of bf16 values by fp32 arithmetic."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _bf16_portable(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+def fp32_worker(p: int) -> None:
+    """fp32 multiply-adds."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _fp32(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+def ceiling_entry(p: int) -> None:
+    """Run all tasks in the team."""
+    reset_counter(p)
+    run_worker(p, load_i64(p + 8 * TASKS) * CHUNK_BYTES)
+
+
+def read_ceiling(runtime: Runtime, buffer: torch.Tensor) -> tuple[Launch, int]:
+    """A launch that reads `buffer` (uint8, aligned to 64) once, and the bytes it reads."""
+    tasks = (buffer.numel() - _AHEAD) // CHUNK_BYTES
+    values = {ADDRESS: buffer.data_ptr(), TASKS: tasks}
+    launch = runtime.launch(ceiling_entry, read_worker, values, NUM_FIELDS, (buffer,))
+    return launch, tasks * CHUNK_BYTES
+
+
+def arithmetic_ceiling(runtime: Runtime, dtype: torch.dtype, tasks: int = 64) -> tuple[Launch, int]:
+    """A launch of multiply-adds in registers as tiles of `dtype` do them, and their number of operations."""
+    if dtype == torch.float32:
+        worker, per_lane = fp32_worker, 2
+    elif runtime.isa.dot_products:
+        worker, per_lane = bf16_dot_worker, 4
+    else:
+        worker, per_lane = bf16_portable_worker, 4
+    source = torch.zeros(32)
+    launch = runtime.launch(
+        ceiling_entry,
+        worker,
+        {ADDRESS: -(-source.data_ptr() // 64) * 64, TASKS: tasks},
+        NUM_FIELDS,
+        (source,),
+    )
+    return launch, tasks * STEPS * _SUMS * VF.count * per_lane
