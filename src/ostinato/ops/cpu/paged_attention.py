@@ -56,6 +56,7 @@ ITEMS_PER_THREAD = 8  # with fewer tiles than this a thread, chunks are shared o
     SLOTS,  # address of int64 [rows]: where each row's K and V go
     FACTOR,  # fp32 bits: scores are multiplied by it (the scale times log2 e)
     PARTIAL_ROWS,  # set by the entry: most rows of a tile whose chunks are shared out
+    AT_ONCE,  # set by the entry: tasks of one draw
     BY_CHUNK,  # set by the entry: is a task a chunk of a tile, or a whole tile?
     SCORE_ROWS,  # addresses of the functions of `attention_state_ir`
     SOFTMAX_ROWS,
@@ -66,7 +67,7 @@ ITEMS_PER_THREAD = 8  # with fewer tiles than this a thread, chunks are shared o
     MERGE_ROWS,
     FINISH_ROWS,
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 41)
+) = range(FIRST_FIELD, FIRST_FIELD + 42)
 
 # Scratch of one thread: fixed parts first, those that grow with the head dimension last.
 _QUERY_ROWS = 0
@@ -118,6 +119,18 @@ def _find_pages(p: int, table: int, head: int, start: int, stop: int, keys: int,
         place = load_i32(table + 4 * (block // per_page)) * per_page + block % per_page
         store_i64(k_pages + (place * kv_heads + head) * size, keys + 8 * j)
         store_i64(v_pages + (place * kv_heads + head) * size, values + 8 * j)
+
+
+@njit(error_model="numpy")
+def _find_next(
+    p: int, table: int, head: int, at: int, seen_low: int, seen_high: int, keys: int, values: int
+) -> None:
+    """Pages to ask memory for during the block at `at`: the next block's, at the end the next head's first."""
+    if at + BLOCK < seen_high:
+        _find_pages(p, table, head, at + BLOCK, seen_high, keys, values)
+    else:
+        head = min(head + 1, load_i64(p + 8 * KV_HEADS) - 1)
+        _find_pages(p, table, head, seen_low // BLOCK * BLOCK, seen_high, keys, values)
 
 
 @njit(error_model="numpy")
@@ -196,7 +209,7 @@ def attend_chunk(
     stop = min(start + CHUNK, seen_high)
     _find_pages(p, table, head, at, seen_high, keys, values)
     while at < stop:
-        _find_pages(p, table, head, at + BLOCK, seen_high, next_keys, next_values)
+        _find_next(p, table, head, at, seen_low, seen_high, next_keys, next_values)
         low = max(0, (seen_low - at) // PAGE)
         high = min(BLOCK // PAGE, (seen_high - at + PAGE - 1) // PAGE)
         for half in range(2):

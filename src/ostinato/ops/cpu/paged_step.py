@@ -13,6 +13,7 @@ from ostinato.ops.cpu.intrinsics import call_barrier
 from ostinato.ops.cpu.launch import BARRIER, COUNTER, TASKS, THREADS, reset_counter, run_worker
 from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
 from ostinato.ops.cpu.paged_attention import (
+    AT_ONCE,
     BY_CHUNK,
     CAPACITY,
     CHUNKS_DONE,
@@ -53,6 +54,7 @@ from ostinato.ops.cpu.paged_attention import (
 # Counters of a launch, a cache line each: next task (at 0), thread number, rows to write.
 _NEXT_THREAD, _NEXT_ROWS = 64, 128
 _ROWS_AT_ONCE = 16
+_DRAWS_PER_THREAD = 4  # of decode: neighbouring tasks, since each asks memory for the pages of the next
 _ROWS_WRITTEN_FIRST = 32  # so few rows are written before the team starts, which saves it a barrier
 
 
@@ -132,7 +134,10 @@ def _share_out(p: int) -> int:
         most <= TILE_ROWS and fits and threads > 1 and chunks > tiles and tiles < ITEMS_PER_THREAD * threads
     )
     store_i64(1 if by_chunk else 0, p + 8 * BY_CHUNK)
-    store_i64(chunks if by_chunk else tiles, p + 8 * TASKS)
+    tasks = chunks if by_chunk else tiles
+    store_i64(tasks, p + 8 * TASKS)
+    at_once = tasks // (threads * _DRAWS_PER_THREAD) if most <= TILE_ROWS else 1
+    store_i64(max(at_once, 1), p + 8 * AT_ONCE)
     return work * kv_heads * load_i64(p + 8 * DIM)
 
 
@@ -157,7 +162,9 @@ def _attend_chunks(p: int, scratch: int) -> None:
     tasks, size = load_i64(p + 8 * TASKS), _partial_bytes(p)
     sums = load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
     request, begin, chunks, end, tile = -1, 0, 0, 0, 0
-    task = fetch_add(counter, 1)
+    at_once = load_i64(p + 8 * AT_ONCE)
+    task = fetch_add(counter, at_once)
+    left = at_once
     while task < tasks:
         while task >= end:
             tile += kv_heads if chunks > 0 else 0
@@ -171,7 +178,9 @@ def _attend_chunks(p: int, scratch: int) -> None:
         start = (_first_chunk(p, request) + chunk) * CHUNK
         attend_chunk(p, scratch, n, table_row(p, request), head, start, partial, partial + sums)
         _finish_chunk(p, scratch, n, tile + head, chunks, partial - chunk * size)
-        task = fetch_add(counter, 1)
+        task, left = task + 1, left - 1
+        if left == 0:
+            task, left = fetch_add(counter, at_once), at_once
 
 
 @njit(error_model="numpy")
@@ -180,7 +189,9 @@ def _attend_tiles(p: int, scratch: int) -> None:
     kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER)
     tasks = load_i64(p + 8 * TASKS)
     request, begin, tiles, end = -1, 0, 0, 0
-    task = fetch_add(counter, 1)
+    at_once = load_i64(p + 8 * AT_ONCE)
+    task = fetch_add(counter, at_once)
+    left = at_once
     while task < tasks:
         while task >= end:
             begin = end
@@ -189,7 +200,9 @@ def _attend_tiles(p: int, scratch: int) -> None:
             end = begin + tiles * kv_heads
         tile = tiles - 1 - (task - begin) // kv_heads
         attend_tile(p, scratch, request, (task - begin) % kv_heads, tile * TILE_ROWS)
-        task = fetch_add(counter, 1)
+        task, left = task + 1, left - 1
+        if left == 0:
+            task, left = fetch_add(counter, at_once), at_once
 
 
 @njit(error_model="numpy")
