@@ -12,13 +12,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from ostinato.engine.request import SamplingParams
 from typer.testing import CliRunner
 
 import ostinato
 from ostinato.cli import app
 from ostinato.cli.flags import SAMPLING_FLAGS
 from ostinato.config import EngineConfig
+from ostinato.engine.request import SamplingParams
 from ostinato.errors import RequestError
 
 
@@ -34,6 +34,7 @@ class FakeLLM:
         self.params: list[SamplingParams] = []
         self.closed = False
         self.tokenizer = SimpleNamespace(vocab_size=50, special_ids=frozenset({0, 1}))
+        self.engine = FakeEngine()
         self.made.append(self)
 
     def generate_stream(self, prompt: Any, params: SamplingParams) -> Iterator[SimpleNamespace]:
@@ -64,6 +65,30 @@ class FakeLLM:
 
     def close(self) -> None:
         self.closed = True
+
+
+class FakeEngine:
+    """Requests that take a token per step, all together."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = {}
+        self.prompts: list[Any] = []
+
+    def submit(self, prompt: Any, params: SamplingParams) -> str:
+        self.prompts.append(prompt)
+        name = f"request-{len(self.prompts)}"
+        assert params.max_tokens is not None
+        self.live[name] = params.max_tokens
+        return name
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> list[SimpleNamespace]:
+        names = list(self.live)
+        self.live = {name: left - 1 for name, left in self.live.items() if left > 1}
+        return [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[1])]) for name in names]
 
 
 def output(prompt: list[Any], text: str, count: int, finish: str | None, n: int) -> SimpleNamespace:
@@ -106,7 +131,7 @@ def test_generate_prints_the_text_and_nothing_else(llms: list[FakeLLM]) -> None:
     result = run("generate", "it is a truth")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "IT IS A TRUTH\n", "")
     assert llms[0].closed
-    assert llms[0].config == EngineConfig(progress=False)
+    assert llms[0].config == EngineConfig()
 
 
 def test_generate_reads_stdin(llms: list[FakeLLM]) -> None:
@@ -128,7 +153,6 @@ def test_flags_reach_the_engine_and_the_sampler(llms: list[FakeLLM]) -> None:
         enable_prefix_caching=False,
         mixed_prefill=True,
         kv_memory="1MiB",
-        progress=False,
     )
     params = llms[0].params[0]
     assert (params.max_tokens, params.temperature, params.seed) == (2, 0.5, 7)
@@ -262,9 +286,10 @@ def test_bench_ends_with_json(llms: list[FakeLLM]) -> None:
     assert value["throughput"]["output_tokens_per_s"] > 0
     assert [llm.config.graph for llm in llms] == ["auto", "eager", "auto", "auto"]
     assert all(not llm.config.enable_prefix_caching and llm.closed for llm in llms)
-    prompts = llms[0].asked[0]
-    assert [len(prompt) for prompt in prompts] == [5, 5, 5]
-    assert all(1 < token_id < 50 for prompt in prompts for token_id in prompt)
+    assert len(llms[0].engine.prompts) == 3 * (1 + 2), "one batch to warm up, one for each round"
+    assert llms[1].engine.prompts == llms[2].engine.prompts
+    assert all(len(prompt) == 5 for prompt in llms[0].engine.prompts)
+    assert all(1 < token_id < 50 for prompt in llms[0].engine.prompts for token_id in prompt)
     assert len(llms[-1].asked[-1]) == 7
 
 
@@ -308,6 +333,22 @@ def test_public_names_are_lazy_and_exact() -> None:
     assert ostinato.RequestError is RequestError
     with pytest.raises(AttributeError, match="has no attribute 'nope'"):
         ostinato.nope  # noqa: B018
+
+
+def test_compared_engines_take_turns_step_by_step(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.cli import measure
+
+    pair = [FakeLLM(config=EngineConfig()) for _ in range(2)]
+    order: list[int] = []
+    for number, llm in enumerate(pair):
+        step = llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda n=number, step=step: (order.append(n), step())[1])
+    load = measure.Workload(batch=2, input_len=3, output_len=4, num_prompts=1, rounds=1, seed=0)
+    times = measure.run_batches(pair, [[5], [6]], load)  # type: ignore[arg-type]
+    assert order == [0, 1, 0, 1, 1, 0, 0, 1], "two prefills, then three decode steps, each led by the other"
+    assert [len(batch.decode_steps_s) for batch in times] == [3, 3]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 USER_ERROR = 2
 INTERRUPTED = 130
-BROKEN_PIPE = 141
 
 
 class _Group(TyperGroup):
@@ -36,9 +35,6 @@ class _Group(TyperGroup):
             code = _fail(_usage(error))
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
-        except BrokenPipeError:
-            sys.stdout = None  # nobody reads it: no flush at exit
-            code = BROKEN_PIPE
         except OSError as error:
             code = _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
         sys.exit(code if isinstance(code, int) else 0)

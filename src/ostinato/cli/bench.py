@@ -69,7 +69,9 @@ def show(result: dict[str, Any]) -> None:
     table = Table("measure", "median", "least", "most", title="ostinato bench")
     for part in ("latency", "replay", "throughput"):
         for name, value in result.get(part, {}).items():
-            if isinstance(value, dict) and "median" in value:
+            if isinstance(value, float):
+                table.add_row(f"{part} {name}", f"{value:.4g}")
+            elif isinstance(value, dict) and "median" in value:
                 table.add_row(f"{part} {name}", *(f"{value[key]:.4g}" for key in ("median", "least", "most")))
     console = Console()
     console.print(table)

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from ostinato.cli.screen import bars, note
+from ostinato.cli.screen import note
 from ostinato.config import cache_dir
+from ostinato.engine.progress import bars
 
 
 def fetch(

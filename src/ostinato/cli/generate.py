@@ -52,6 +52,8 @@ def generate(
     from ostinato.engine.request import SamplingParams
 
     params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} | sampling))
+    import ostinato.engine.llm  # noqa: F401  (so that loading the model is timed without loading torch)
+
     started = time.perf_counter()
     with open_engine(config) as llm:
         loaded = time.perf_counter()

@@ -1,8 +1,8 @@
-"""What `ostinato bench` measures: times of whole calls, from which rates are derived.
+"""What `ostinato bench` measures: times of engine steps, from which rates are derived.
 
-Knows the engine through its public face only. Times come in rounds; engines that are compared take turns
-within every round, so that a machine that slows down slows both. Prefix caching is off: every round prefills
-again.
+Knows the engine through its public face only. Engines that are compared take turns step by step, so that a
+machine that slows down slows both, and each round gives a ratio of its own. Prefix caching is off: every
+round prefills again.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from ostinato.cli.screen import bars, open_engine
+from ostinato.cli.screen import open_engine
 from ostinato.config import EngineConfig
 from ostinato.engine.llm import LLM
+from ostinato.engine.progress import bars
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import ConfigError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,10 @@ class Workload:
         vocabulary = [i for i in range(llm.tokenizer.vocab_size) if i not in special]
         return [rng.choices(vocabulary, k=self.input_len) for _ in range(count)]
 
-    def params(self, output_len: int) -> SamplingParams:
+    @property
+    def params(self) -> SamplingParams:
         """Greedy, and exactly `output_len` tokens."""
-        return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        return SamplingParams(temperature=0.0, max_tokens=self.output_len, ignore_eos=True)
 
     def fit(self, config: EngineConfig, batch: int | None = None) -> EngineConfig:
         """The options to measure with: no prefix hits, and room for the whole batch at once."""
@@ -54,37 +58,37 @@ class Workload:
 
 
 def latency(config: EngineConfig, load: Workload) -> dict[str, Any]:
-    """One batch: tokens per second of prefill and of decode, and the time of one decode step."""
+    """One batch: tokens per second of its prefill and of its decode, and seconds of one decode step."""
     with open_engine(load.fit(config)) as llm:
-        batch = _Batch(llm, load)
-        batch.run()  # captures
-        rounds = _rounds("latency", load.rounds, batch.run)
-        step = [(whole - prefill) / (load.output_len - 1) for prefill, whole in rounds]
+        prompts = load.prompts(llm, load.batch)
+        run_batches([llm], prompts, load)  # captures
+        rounds = _rounds("latency", load.rounds, lambda: run_batches([llm], prompts, load)[0])
         return {
-            "prefill_tokens_per_s": summary([load.batch * load.input_len / prefill for prefill, _ in rounds]),
-            "decode_tokens_per_s": summary([load.batch / seconds for seconds in step]),
-            "decode_step_s": summary(step),
-            "batch_s": summary([whole for _, whole in rounds]),
+            "prefill_tokens_per_s": summary([load.batch * load.input_len / r.prefill_s for r in rounds]),
+            "decode_tokens_per_s": summary([load.batch / statistics.mean(r.decode_steps_s) for r in rounds]),
+            "decode_step_s": summary([statistics.median(r.decode_steps_s) for r in rounds]),
             "stats": llm.stats(),
         }
 
 
 def replay(config: EngineConfig, load: Workload) -> dict[str, Any]:
-    """A decode step replayed against the same step run eagerly, in alternated rounds."""
+    """A decode step replayed against the same step run eagerly; a round's ratio is that of the median
+    steps.
+    """
     if config.graph == "eager":
         raise ConfigError(
             "graph 'eager' has nothing to replay; choose tape, cuda or auto to compare with eager"
         )
     config = load.fit(config)
     with open_engine(config.replace(graph="eager")) as eager, open_engine(config) as captured:
-        batches = (_Batch(eager, load), _Batch(captured, load))
-        for batch in batches:
-            batch.run()
-        rounds = _rounds("replay", load.rounds, lambda: (batches[0].step(), batches[1].step()))
+        prompts = load.prompts(eager, load.batch)
+        run_batches([eager, captured], prompts, load)
+        rounds = _rounds("replay", load.rounds, lambda: run_batches([eager, captured], prompts, load))
+        medians = [[statistics.median(batch.decode_steps_s) for batch in pair] for pair in rounds]
         return {
-            "eager_step_s": summary([eager_s for eager_s, _ in rounds]),
-            "replay_step_s": summary([replay_s for _, replay_s in rounds]),
-            "ratio": summary([replay_s / eager_s for eager_s, replay_s in rounds]),
+            "eager_step_s": summary([eager_s for eager_s, _ in medians]),
+            "replay_step_s": summary([replay_s for _, replay_s in medians]),
+            "ratio": summary([replay_s / eager_s for eager_s, replay_s in medians]),
             "stats": captured.stats(),
         }
 
@@ -92,7 +96,7 @@ def replay(config: EngineConfig, load: Workload) -> dict[str, Any]:
 def throughput(config: EngineConfig, load: Workload) -> dict[str, Any]:
     """All prompts at once, as many running together as the engine admits."""
     with open_engine(load.fit(config, 1)) as llm:
-        prompts, params = load.prompts(llm, load.num_prompts), load.params(load.output_len)
+        prompts, params = load.prompts(llm, load.num_prompts), load.params
         llm.generate(prompts[:2], params, progress=False)
         start = time.perf_counter()
         outputs = llm.generate(prompts, params)
@@ -112,32 +116,45 @@ def summary(values: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values), "rounds": values}
 
 
-class _Batch:
-    """One batch on one engine. The prefill is what the first token takes; a decode step is a mean over the
-    rest.
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Seconds of one batch: its prefill (all steps until every request has a token), and each step after
+    it.
     """
 
-    def __init__(self, llm: LLM, load: Workload) -> None:
-        self._llm = llm
-        self._load = load
-        self._prompts = load.prompts(llm, load.batch)
-
-    def run(self) -> tuple[float, float]:
-        """Seconds of the prefill alone, and of the whole batch."""
-        return self._time(1), self._time(self._load.output_len)
-
-    def step(self) -> float:
-        """Seconds of one decode step."""
-        prefill, whole = self.run()
-        return (whole - prefill) / (self._load.output_len - 1)
-
-    def _time(self, output_len: int) -> float:
-        start = time.perf_counter()
-        self._llm.generate(self._prompts, self._load.params(output_len), progress=False)
-        return time.perf_counter() - start
+    prefill_s: float
+    decode_steps_s: tuple[float, ...]
 
 
-def _rounds(name: str, count: int, run: Callable[[], tuple[float, float]]) -> list[tuple[float, float]]:
+def run_batches(llms: Sequence[LLM], prompts: Sequence[list[int]], load: Workload) -> list[BatchTimes]:
+    """The same batch on several engines, which take turns: each runs its prefill, then one decode step at a
+    time.
+
+    Who goes first changes from step to step, so that none is always the one that finds warm caches.
+    """
+    names = [[llm.engine.submit(prompt, load.params) for prompt in prompts] for llm in llms]
+    prefill = [_timed_prefill(llm, waiting) for llm, waiting in zip(llms, names, strict=True)]
+    steps: list[list[float]] = [[] for _ in llms]
+    turn = list(range(len(llms)))
+    while any(llm.engine.has_work for llm in llms):
+        for number in turn:
+            if llms[number].engine.has_work:
+                start = time.perf_counter()
+                llms[number].engine.step()
+                steps[number].append(time.perf_counter() - start)
+        turn.reverse()
+    return [BatchTimes(first, tuple(rest)) for first, rest in zip(prefill, steps, strict=True)]
+
+
+def _timed_prefill(llm: LLM, names: Sequence[str]) -> float:
+    waiting = set(names)
+    start = time.perf_counter()
+    while waiting:
+        waiting -= {output.request_id for output in llm.engine.step() if output.outputs[0].token_ids}
+    return time.perf_counter() - start
+
+
+def _rounds(name: str, count: int, run: Callable[[], _T]) -> list[_T]:
     results = []
     with bars() as report:
         for number in range(count):
