@@ -171,7 +171,8 @@ def _num_pages(config: EngineConfig, layout: KVLayout, context: int, max_bs: int
 def shape_rules(config: EngineConfig, sizes: Sizes) -> ShapeRules:
     """Bucket lists from the options, filtered against what a legal step can reach."""
     decode = decode_buckets(sizes.max_bs, sizes=config.decode_buckets, padding=not config.disable_padding)
-    prefill = prefill_buckets(sizes.max_num_tokens, sizes=config.prefill_buckets)
+    reachable = sizes.max_bs * sizes.context_length
+    prefill = prefill_buckets(sizes.max_num_tokens, sizes=config.prefill_buckets, max_rows=reachable)
     return ShapeRules(decode, prefill, max_extend_bs=sizes.max_bs)
 
 
