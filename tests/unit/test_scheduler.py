@@ -673,8 +673,6 @@ def test_ratio_decays_with_decoding_and_comes_back_when_idle() -> None:
     rig.step()
     assert ratio.value == pytest.approx(0.7 - (0.7 - 0.098) / 600)
     rig.run()
-    assert ratio.value < 0.7
-    assert rig.schedule() is None
     assert ratio.value == 0.7
 
 
@@ -972,6 +970,8 @@ def test_any_load_answers_right_and_loses_nothing(
         while arrivals and arrivals[0][0] <= now:
             for s in arrivals.pop(0)[1]:
                 rig.scheduler.submit(s)
+        if conservativeness == 0.0:
+            rig.scheduler.ratio.value = 0.0  # it never learns, so that retraction is common
         plan = rig.schedule()
         due = [(made[i % len(made)], how) for i, when, how in fates if when == now and made]
         for s, how in due:

@@ -115,6 +115,8 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         self.counts[f"finished_{reason}"] += 1
+        if not self.has_work:
+            self.ratio.reset()  # here, since nobody asks an idle scheduler for a step
 
     def take_failed(self) -> list[Sequence]:
         """Sequences that `schedule` had to end because the pool could not hold even one of them."""
@@ -150,11 +152,7 @@ class Scheduler:
         if rows:
             return StepPlan(StepMode.MIXED if decode else StepMode.EXTEND, (*rows, *decode))
         decode = decode or self._decode_rows()
-        if decode:
-            return StepPlan(StepMode.DECODE, tuple(decode))
-        if not self.has_work:
-            self.ratio.reset()
-        return None
+        return StepPlan(StepMode.DECODE, tuple(decode)) if decode else None
 
     def commit(self, plan: StepPlan, tokens: Mapping[Sequence, int]) -> list[Sequence]:
         """Take the tokens of a step that ran, by sequence; returns those that it ended (length, stop tokens)."""

@@ -1,0 +1,151 @@
+"""Bad input: a clear one-line error from the exception tree, an engine that stays usable, no page lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ostinato import LLM, ConfigError, ModelError, OstinatoError, RequestError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2)
+
+
+@pytest.fixture
+def refuses(llm: LLM) -> Any:
+    """Asserts that a call is refused in one line, and that the engine answers as before."""
+    expected = llm.generate("And the", GREEDY)[0].outputs
+
+    def check(message: str, call: Any) -> None:
+        with pytest.raises(OstinatoError, match=message) as caught:
+            call()
+        assert isinstance(caught.value, RequestError)
+        assert "\n" not in str(caught.value)
+        llm.engine.scheduler.check_leaks()
+        assert not llm.engine.has_work
+        assert llm.generate("And the", GREEDY)[0].outputs == expected
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("", "the prompt is empty; give some text"),
+        ([], "there is no prompt; give at least one"),
+        ([[]], "the prompt has no tokens; give at least one"),
+        (["fine", ""], "the prompt is empty"),
+        (None, "prompts must be text or token ids, or a list of such, got None"),
+        (5, "prompts must be text or token ids"),
+        (b"abc", "prompts must be text or token ids"),
+        (["fine", None], "a prompt must be text or a list of token ids, got None"),
+        ([b"abc"], "a prompt must be text or a list of token ids"),
+        ([3, -1], "the prompt holds -1, token ids of this model go from 0 to 2047"),
+        ([3, 2048], "the prompt holds 2048, token ids"),
+        ([[3, 1.5]], "the prompt holds 1.5, token ids"),
+        ([[3, True]], "the prompt holds True, token ids"),
+        ([[3, "x"]], "the prompt holds 'x', token ids"),
+        (
+            [5] * 1024,
+            "the prompt has 1024 tokens, the context holds 1024 with at least 1 to generate; shorten",
+        ),
+        ([5] * 1025, "the prompt has 1025 tokens, the context holds 1024"),
+        (["fine", "x" * 50_000], "the prompt has 50001 tokens, the context holds 1024"),
+    ],
+    ids=range(17),
+)
+def test_bad_prompts(llm: LLM, refuses: Any, prompts: Any, message: str) -> None:
+    refuses(message, lambda: llm.generate(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("length", [1016, 1022, 1023, 1024, 1025])
+def test_prompts_about_as_long_as_the_context(llm: LLM, length: int) -> None:
+    """ctx-8 to ctx+1 (F54): an answer up to the context's end, or both numbers; nothing is cut silently."""
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    if length >= 1024:
+        with pytest.raises(RequestError, match=f"the prompt has {length} tokens, the context holds 1024"):
+            llm.generate([9] * length, params)
+        return
+    (output,) = llm.generate([9] * length, params)
+    assert len(output.prompt_token_ids) == length
+    assert len(output.outputs[0].token_ids) == 1024 - length
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": -1}, "max_tokens must be between 0"),
+        ({"logit_bias": {2048: 1.0}}, "logit_bias holds 2048, token ids of this model go from 0 to 2047"),
+        ({"stop_token_ids": [5, 9000]}, "stop_token_ids holds 9000, token ids of this model"),
+        ({"stop": [""]}, "stop must hold non-empty strings"),
+    ],
+    ids=str,
+)
+def test_bad_parameters(llm: LLM, refuses: Any, params: dict[str, Any], message: str) -> None:
+    refuses(message, lambda: llm.generate("fine", SamplingParams(**params)))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([GREEDY] * 2, "2 sampling_params for 1 prompts; give one, or one for each"),
+        ([], "0 sampling_params for 1 prompts"),
+        (
+            {"temperature": 0},
+            "sampling_params must be SamplingParams, or one for each prompt, got {'temperature'",
+        ),
+        (5, "sampling_params must be SamplingParams"),
+        ([{"temperature": 0}], "sampling parameters must be SamplingParams, got {'temperature': 0}"),
+    ],
+    ids=range(5),
+)
+def test_parameters_of_the_wrong_kind(llm: LLM, refuses: Any, params: Any, message: str) -> None:
+    refuses(message, lambda: llm.generate("fine", params))
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "the conversation is empty; give at least one message"),
+        ([[]], "the conversation is empty"),
+        ("hello", "messages must be a list of .*, got str"),
+        ({"role": "user", "content": "x"}, "messages must be a list of .*, got dict"),
+        (["hello"], "messages must be a list of .*, got str"),
+        (5, "messages must be a list of .*, got int"),
+        ([{"role": "user"}], r"messages\[0\] \(user\) has no content"),
+    ],
+    ids=range(7),
+)
+def test_bad_conversations(llm: LLM, refuses: Any, messages: Any, message: str) -> None:
+    refuses(message, lambda: llm.chat(messages, GREEDY))
+
+
+def test_streams_refuse_when_first_read(llm: LLM, refuses: Any) -> None:
+    refuses("the prompt is empty", lambda: next(llm.generate_stream("", GREEDY)))
+    refuses("messages must be a list", lambda: llm.chat_stream("hello", GREEDY))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"modell": "x"}, ConfigError, "unknown option 'modell'; did you mean 'model'"),
+        ({"model": "/no/such/model"}, ModelError, "/no/such/model is neither a directory nor a hub id"),
+        ({"context_length": 2000}, ConfigError, "context_length 2000 is over the model's 1024; lower it"),
+        ({"kv_memory": "1KiB"}, ConfigError, "kv_memory of 1024 bytes holds 0 pages"),
+        ({"num_pages": 1}, ConfigError, "num_pages must be a whole number of at least 2, got 1"),
+        ({"graph": "cuda"}, ConfigError, "'cuda'"),
+    ],
+    ids=range(6),
+)
+def test_options_that_cannot_work(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        LLM(**{"threads": 1, "progress": False} | options)
+    assert "\n" not in str(caught.value)
+
+
+def test_config_or_options() -> None:
+    from ostinato import EngineConfig
+
+    with pytest.raises(ConfigError, match="give either config or model and options, not both"):
+        LLM(config=EngineConfig(), threads=1)
