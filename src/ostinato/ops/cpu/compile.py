@@ -20,7 +20,6 @@ import numba
 from llvmlite import binding
 
 Address = int
-_WORDS = {n: "void(" + ", ".join(["int64"] * n) + ")" for n in range(1, 9)}
 
 
 @lru_cache(maxsize=1)
@@ -83,8 +82,9 @@ class Compiler:
         kernel = self._compiled.get(function)
         if kernel is None:
             configure_cache(self._cache_dir)
+            words = ", ".join(["int64"] * arguments)
             options = {"cache": True, "error_model": "numpy", "nopython": True}
-            kernel = numba.cfunc(_WORDS[arguments], **options)(function)
+            kernel = numba.cfunc(f"void({words})", **options)(function)
             self._compiled[function] = kernel
         found: int = kernel.address
         return found

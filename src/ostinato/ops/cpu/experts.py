@@ -18,6 +18,7 @@ from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.tiles import PANEL, TILE_ARGUMENTS, tile_function
+from ostinato.ops.opset import PackedExperts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +87,7 @@ class MoeExperts:
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        experts: ExpertWeights,
+        experts: PackedExperts,
         weights_on_input: bool,
         out: torch.Tensor,
         live: torch.Tensor | None = None,
@@ -98,7 +99,7 @@ class MoeExperts:
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        experts: ExpertWeights,
+        experts: PackedExperts,
         weights_on_input: bool,
         out: torch.Tensor,
         live: torch.Tensor | None = None,
@@ -117,12 +118,13 @@ class MoeExperts:
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        experts: ExpertWeights,
+        experts: PackedExperts,
         weights_on_input: bool,
         out: torch.Tensor,
         live: torch.Tensor | None,
     ) -> Launch:
         """The launch, which keeps none of the call's tensors alive."""
+        assert isinstance(experts, ExpertWeights), "experts packed by another op set"
         _check(x, topk_weights, topk_ids, experts, out, live)
         fields = {
             moe.X: x.data_ptr(),

@@ -17,6 +17,7 @@ from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, RowFunction, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.tiles import TILE_ARGUMENTS, tile_function
+from ostinato.ops.opset import PackedLinear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +63,12 @@ class Linear:
         self._calls = LaunchCache()
 
     def __call__(
-        self, x: torch.Tensor, weight: LinearWeights, out: torch.Tensor, live: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor, live: torch.Tensor | None = None
     ) -> None:
         self._calls.run(self._free_launch, x, weight, out, live)
 
     def bind(
-        self, x: torch.Tensor, weight: LinearWeights, out: torch.Tensor, live: torch.Tensor | None = None
+        self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor, live: torch.Tensor | None = None
     ) -> Launch:
         """The launch for these tensors: x [T, K], out [T, N] bf16 or fp32, `live` an int32 count of leading
         rows.
@@ -80,9 +81,10 @@ class Linear:
         return launch
 
     def _free_launch(
-        self, x: torch.Tensor, weight: LinearWeights, out: torch.Tensor, live: torch.Tensor | None
+        self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor, live: torch.Tensor | None
     ) -> Launch:
         """The launch, which does not keep x, out and the count alive."""
+        assert isinstance(weight, LinearWeights), "weights packed by another op set"
         panels, runtime = weight.panels, self._runtime
         check_rows("x", x, panels.columns, panels.dtype)
         check_rows("out", out, weight.out_features, out.dtype)

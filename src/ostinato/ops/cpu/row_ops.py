@@ -17,7 +17,7 @@ import torch
 from ostinato.ops.cpu import rows as field
 from ostinato.ops.cpu.lane_kinds import Kind, kind_for
 from ostinato.ops.cpu.launch import Launch, Runtime
-from ostinato.ops.cpu.native import NativeLibrary
+from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
 from ostinato.ops.cpu.rope_ir import ROW_FUNCTIONS
 
 _MOST_LAUNCHES = 4096  # kept between plain calls
@@ -71,17 +71,24 @@ class RowKernel:
 class RowLibraries:
     """The compiled row functions of each dtype, made when first asked for."""
 
-    __slots__ = ("_libraries", "_runtime")
+    __slots__ = ("_functions", "_libraries", "_name", "_runtime")
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str = "rows",
+        functions: Mapping[str, NativeFunction] = ROW_FUNCTIONS,
+    ) -> None:
         self._runtime = runtime
+        self._name = name
+        self._functions = functions
         self._libraries: dict[str, NativeLibrary] = {}
 
     def of(self, dtype: torch.dtype) -> NativeLibrary:
         kind: Kind = kind_for(dtype, self._runtime.isa)
         if kind.name not in self._libraries:
             directory = self._runtime.compiler.directory
-            self._libraries[kind.name] = NativeLibrary("rows", ROW_FUNCTIONS, kind, directory)
+            self._libraries[kind.name] = NativeLibrary(self._name, self._functions, kind, directory)
         return self._libraries[kind.name]
 
 
@@ -109,7 +116,7 @@ class RowOps:
         self.argmax = RowKernel(runtime, libraries, _argmax)
 
 
-def _bits(value: float) -> int:
+def fp32_bits(value: float) -> int:
     """fp32 bits of a number."""
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
@@ -148,7 +155,7 @@ def _norm_fields(x: torch.Tensor, out: torch.Tensor, eps: float) -> dict[int, in
         field.ROW_WORDS: heads * x.shape[-1],
         field.DIM: x.shape[-1],
         field.X_HEADS: heads,
-        field.EPS: _bits(eps),
+        field.EPS: fp32_bits(eps),
     }
 
 
@@ -231,7 +238,7 @@ def _norm_rope(
     """RMS norm of every head of q and k, then `rope`, in place: one launch, the bits of three."""
     rope = _rope(q, k, positions, table, interleaved)
     weights = {field.WEIGHT: _vector(q_weight, q), field.Y_WEIGHT: _vector(k_weight, k)}
-    return Rows(f"norm_{rope.function}", q.dtype, {**rope.fields, **weights, field.EPS: _bits(eps)})
+    return Rows(f"norm_{rope.function}", q.dtype, {**rope.fields, **weights, field.EPS: fp32_bits(eps)})
 
 
 def _argmax(x: torch.Tensor, out: torch.Tensor) -> Rows:

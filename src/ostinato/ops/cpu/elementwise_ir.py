@@ -1,0 +1,121 @@
+"""Functions of rows that touch each value once: SiLU times up, sums, gates, clamping, and copying rows by index.
+
+Bodies of f(p, first, last) for the driver in `rows`, over its parameter block. Computed in fp32 and rounded once.
+Knows nothing of threads. Invariant: a value depends on the values at its own place alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from llvmlite import ir
+
+from ostinato.ops.cpu import rows as field
+from ostinato.ops.cpu.epilogue import EpilogueEmitter
+from ostinato.ops.cpu.lane_kinds import Kind
+from ostinato.ops.cpu.native import NativeFunction
+from ostinato.ops.cpu.norm_ir import Fields, Vector
+from ostinato.ops.cpu.vector_ir import F32, I1, I64, POINTER, Lanes, Value
+
+_LOG2_E = 1.4426950408889634
+# One row: lanes, kind, the block's fields, row, and the vector whose places are visited.
+RowBody = Callable[[Lanes, Kind, Fields, Value, Vector], None]
+
+
+def _each_row(body: RowBody) -> Callable[[Lanes, Kind, list[Value]], None]:
+    def emit(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
+        p, first, last = args
+        fields = Fields(lanes, p)
+        vector = Vector(lanes, kind, fields[field.DIM])
+        lanes.each(
+            lanes.b.sub(last, first), lambda i: body(lanes, kind, fields, lanes.b.add(first, i), vector)
+        )
+
+    return emit
+
+
+def _silu_and_mul(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out = silu(x[:dim]) * x[dim:]."""
+    gate, out = fields.row(field.X, field.X_STRIDE, row), fields.row(field.OUT, field.OUT_STRIDE, row)
+    up = lanes.at(gate, lanes.times(vector.dim, kind.value_bytes))
+
+    def visit(j: Value, mask: Value | None) -> None:
+        offset = vector.offset(j)
+        gates = kind.load(lanes, lanes.at(gate, offset), mask)
+        ups = kind.load(lanes, lanes.at(up, offset), mask)
+        product = lanes.b.fmul(EpilogueEmitter(lanes).silu(gates), ups)
+        kind.store(lanes, product, lanes.at(out, offset), mask)
+
+    vector.each(visit)
+
+
+def _add(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out = x + y."""
+    x, y = fields.row(field.X, field.X_STRIDE, row), fields.row(field.Y, field.Y_STRIDE, row)
+    out = fields.row(field.OUT, field.OUT_STRIDE, row)
+
+    def visit(j: Value, mask: Value | None) -> None:
+        offset = vector.offset(j)
+        one, other = (kind.load(lanes, lanes.at(a, offset), mask) for a in (x, y))
+        kind.store(lanes, lanes.b.fadd(one, other), lanes.at(out, offset), mask)
+
+    vector.each(visit)
+
+
+def _sigmoid_gated_add(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out = x + sigmoid(gate[row]) * y, the gate fp32 at WEIGHT with the stride BIAS."""
+    x, y = fields.row(field.X, field.X_STRIDE, row), fields.row(field.Y, field.Y_STRIDE, row)
+    out, b = fields.row(field.OUT, field.OUT_STRIDE, row), lanes.b
+    gate = lanes.splat(lanes.load(fields.row(field.WEIGHT, field.BIAS, row), F32, 4))
+    power = b.fmul(gate, lanes.floats(-_LOG2_E))
+    power = b.select(b.fcmp_ordered(">", power, lanes.floats(127.0)), lanes.floats(127.0), power)
+    share = b.fdiv(lanes.floats(1.0), b.fadd(lanes.floats(1.0), lanes.exp2(power)))
+
+    def visit(j: Value, mask: Value | None) -> None:
+        offset = vector.offset(j)
+        one, other = (kind.load(lanes, lanes.at(a, offset), mask) for a in (x, y))
+        kind.store(lanes, b.fadd(one, b.fmul(share, other)), lanes.at(out, offset), mask)
+
+    vector.each(visit)
+
+
+def _clamp(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """x into [-EPS, EPS]; NaN stays NaN."""
+    x, b, limit = fields.row(field.X, field.X_STRIDE, row), lanes.b, fields.floats(field.EPS)
+    lowest = b.fsub(lanes.floats(-0.0), limit)
+
+    def visit(j: Value, mask: Value | None) -> None:
+        at = lanes.at(x, vector.offset(j))
+        value = kind.load(lanes, at, mask)
+        value = b.select(b.fcmp_ordered(">", value, limit), limit, value)
+        value = b.select(b.fcmp_ordered("<", value, lowest), lowest, value)
+        kind.store(lanes, value, at, mask)
+
+    vector.each(visit)
+
+
+def _copy_rows(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out[row] = x[index[row]], DIM bytes; indices are clamped into the TABLE_ROWS rows of x."""
+    b = lanes.b
+    most = lanes.at(fields[field.TABLE_ROWS], -1)
+    index = lanes.load(lanes.at(fields[field.POSITIONS], lanes.times(row, 8)), I64, 8)
+    index = b.select(b.icmp_signed(">", index, most), most, index)
+    index = b.select(b.icmp_signed("<", index, lanes.i64(0)), lanes.i64(0), index)
+    places = (fields.row(field.OUT, field.OUT_STRIDE, row), fields.row(field.X, field.X_STRIDE, index))
+    target, source = (b.inttoptr(place, POINTER) for place in places)
+    lanes.call("llvm.memcpy.p0.p0.i64", ir.VoidType(), target, source, fields[field.DIM], ir.Constant(I1, 0))
+
+
+ELEMENTWISE_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
+    {
+        name: NativeFunction(3, _each_row(body))
+        for name, body in (
+            ("silu_and_mul", _silu_and_mul),
+            ("add", _add),
+            ("sigmoid_gated_add", _sigmoid_gated_add),
+            ("clamp", _clamp),
+            ("copy_rows", _copy_rows),
+        )
+    }
+)

@@ -1,0 +1,79 @@
+"""The op set of the CPU kernels: packed products, fused experts, row-wise and elementwise kernels of one runtime.
+
+Every kernel is an object that may be called, or bound to its tensors for replay (`bind`). What has no kernel of its
+own runs in the reference. Knows nothing of models. Invariant: every kernel is row local, bit for bit; its scratch
+is shared, so launches of one op set run one after another, as a stream runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from ostinato.ops.cpu.elementwise import ElementwiseOps
+from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
+from ostinato.ops.cpu.launch import Runtime, open_runtime
+from ostinato.ops.cpu.linear import Linear, LinearWeights
+from ostinato.ops.cpu.packing import Packer, pack_bias
+from ostinato.ops.cpu.row_ops import RowOps
+from ostinato.ops.cpu.scratch import Scratch
+from ostinato.ops.reference import ReferenceOps
+from ostinato.padding import PadContract
+
+
+class NumbaOps:
+    """`OpSet` of the CPU kernels. `linear` and `moe_experts` also take a live count as last argument."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.scratch = Scratch()
+        self._packer = Packer(runtime)
+        rows, elements, reference = RowOps(runtime), ElementwiseOps(runtime), ReferenceOps()
+        self.linear = Linear(runtime, self.scratch)
+        self.linear_add = Linear(runtime, self.scratch, add=True)
+        self.moe_experts = MoeExperts(runtime, self.scratch)
+        self.moe_experts_add = MoeExperts(runtime, self.scratch, add=True)
+        self.rms_norm, self.add_rms_norm = rows.rms_norm, rows.add_rms_norm
+        self.layer_norm, self.add_layer_norm = rows.layer_norm, rows.add_layer_norm
+        self.rope, self.norm_rope, self.argmax = rows.rope, rows.norm_rope, rows.argmax
+        self.silu_and_mul, self.add = elements.silu_and_mul, elements.add
+        self.sigmoid_gated_add, self.clamp = elements.sigmoid_gated_add, elements.clamp
+        self.embedding, self.gather_rows = elements.embedding, elements.gather_rows
+        self.scale_by_position = reference.scale_by_position
+
+    @property
+    def name(self) -> str:
+        return f"numba.{self.runtime.isa.name}"
+
+    @property
+    def pad_contracts(self) -> Mapping[str, PadContract]:
+        contract = PadContract(
+            f"{self.name}.moe_experts", accepts_sentinel=True, honours_count=True, writes_zeros=True
+        )
+        return MappingProxyType({"moe_experts": contract})
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> LinearWeights:
+        """Packed `weight` [N, K] (bf16 or fp32) and `bias` [N]; sums are fp32 whatever the output."""
+        panels = self._packer.pack(weight)
+        return LinearWeights(panels, pack_bias(bias, panels), out_dtype or weight.dtype)
+
+    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeights:
+        """Packed gate and up [2I, K], gate rows first: `linear` with it gives silu(gate) * up, [T, I]."""
+        panels = self._packer.pack(weight, gated=True)
+        return LinearWeights(panels, pack_bias(bias, panels), weight.dtype)
+
+    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+        """Packed `gate_up` [E, 2I, H], gate rows first, and `down` [E, H, I]."""
+        return ExpertWeights(self._packer.pack(gate_up, gated=True), self._packer.pack(down))
+
+
+def open_numba_ops(
+    *, isa: str | None = None, num_threads: int | None = None, cache_dir: Path | None = None
+) -> NumbaOps:
+    """The op set of this machine; see `open_runtime`."""
+    return NumbaOps(open_runtime(isa=isa, num_threads=num_threads, cache_dir=cache_dir))
