@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato import LLM, ConfigError, ModelError, OstinatoError, RequestError, SamplingParams
 
@@ -38,9 +39,11 @@ def refuses(llm: LLM) -> Any:
         (None, "prompts must be text or token ids, or a list of such, got None"),
         (5, "prompts must be text or token ids"),
         (b"abc", "prompts must be text or token ids"),
+        (torch.tensor([3, 4]), r"a prompt must be text or a list of token ids, got tensor\(3\)"),
+        ("half \ud800", r"the prompt has half a surrogate pair, '\\ud800', at character 5; remove it"),
         (["fine", None], "a prompt must be text or a list of token ids, got None"),
         ([b"abc"], "a prompt must be text or a list of token ids"),
-        ([3, -1], "the prompt holds -1, token ids of this model go from 0 to 2047"),
+        ([3, -1], "the prompt holds -1, token ids of this model are whole numbers from 0 to 2047"),
         ([3, 2048], "the prompt holds 2048, token ids"),
         ([[3, 1.5]], "the prompt holds 1.5, token ids"),
         ([[3, True]], "the prompt holds True, token ids"),
@@ -52,7 +55,7 @@ def refuses(llm: LLM) -> Any:
         ([5] * 1025, "the prompt has 1025 tokens, the context holds 1024"),
         (["fine", "x" * 50_000], "the prompt has 50001 tokens, the context holds 1024"),
     ],
-    ids=range(17),
+    ids=range(19),
 )
 def test_bad_prompts(llm: LLM, refuses: Any, prompts: Any, message: str) -> None:
     refuses(message, lambda: llm.generate(prompts, GREEDY))
@@ -76,7 +79,10 @@ def test_prompts_about_as_long_as_the_context(llm: LLM, length: int) -> None:
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": -1}, "max_tokens must be between 0"),
-        ({"logit_bias": {2048: 1.0}}, "logit_bias holds 2048, token ids of this model go from 0 to 2047"),
+        (
+            {"logit_bias": {2048: 1.0}},
+            "logit_bias holds 2048, token ids of this model are whole numbers from 0 to",
+        ),
         ({"stop_token_ids": [5, 9000]}, "stop_token_ids holds 9000, token ids of this model"),
         ({"stop": [""]}, "stop must hold non-empty strings"),
     ],
@@ -119,6 +125,20 @@ def test_parameters_of_the_wrong_kind(llm: LLM, refuses: Any, params: Any, messa
 )
 def test_bad_conversations(llm: LLM, refuses: Any, messages: Any, message: str) -> None:
     refuses(message, lambda: llm.chat(messages, GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_id": 5}, "request_id must be a string, got 5"),
+        ({"extra_key": None}, "extra_key must be a string, got None"),
+        ({"priority": "high"}, "priority must be a whole number, got 'high'"),
+        ({"priority": None}, "priority must be a whole number, got None"),
+    ],
+    ids=str,
+)
+def test_bad_submissions(llm: LLM, refuses: Any, options: dict[str, Any], message: str) -> None:
+    refuses(message, lambda: llm.engine.submit("fine", GREEDY, **options))
 
 
 def test_streams_refuse_when_first_read(llm: LLM, refuses: Any) -> None:

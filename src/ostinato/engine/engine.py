@@ -100,11 +100,10 @@ class Engine:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty; give some text")
+            _check_text(prompt)
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         else:
-            if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
-                raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
-            ids = tuple(prompt)
+            ids = _as_ids(prompt)
             self._check_token_ids("the prompt", ids)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one")
@@ -114,7 +113,9 @@ class Engine:
         size = self.model_config.vocab_size
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                raise RequestError(f"{what} holds {token!r}, token ids of this model go from 0 to {size - 1}")
+                raise RequestError(
+                    f"{what} holds {token!r}, token ids of this model are whole numbers from 0 to {size - 1}"
+                )
 
     def _sequences(self, request: Request, limit: int) -> list[Sequence]:
         params = request.params
@@ -250,6 +251,25 @@ class Engine:
             "scheduler": self.scheduler.as_dict(),
             **self.worker.stats(),
         }
+
+
+def _as_ids(prompt: Iterable[int]) -> tuple[int, ...]:
+    try:
+        if not isinstance(prompt, bytes):
+            return tuple(prompt)
+    except TypeError:
+        pass
+    raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
+
+
+def _check_text(prompt: str) -> None:
+    """Raises RequestError for half characters, which JSON can carry and no tokenizer can read."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt has half a surrogate pair, {prompt[error.start]!r}, at character {error.start}; remove it"
+        ) from None
 
 
 def _sample_input(row: ScheduledSequence) -> SampleInput:

@@ -162,6 +162,7 @@ class Request:
     """One prompt to complete. `priority`: lower runs first; equals run in order of arrival.
 
     `extra_key` separates prefix-cache namespaces: requests share cached prefixes only with their own.
+    Raises RequestError for a name, key or priority of the wrong kind.
     """
 
     request_id: str
@@ -170,6 +171,12 @@ class Request:
     prompt: str | None = None
     priority: int = 0
     extra_key: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("request_id", "extra_key"):
+            if not isinstance(getattr(self, name), str):
+                raise RequestError(f"{name} must be a string, got {getattr(self, name)!r}")
+        _check_int("priority", self.priority, -(2**31), 2**31)
 
 
 @dataclass(frozen=True, slots=True)
