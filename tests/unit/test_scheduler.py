@@ -302,6 +302,17 @@ def test_min_tokens_and_own_stop_tokens() -> None:
     rig.check_answer(s)
 
 
+def test_min_tokens_whatever_is_sampled() -> None:
+    rig = Rig()
+    s = rig.submit([1, 2, 3], 9, min_tokens=2)
+    for said in (1, 2, 3):
+        plan = rig.schedule()
+        assert plan is not None
+        rig.scheduler.commit(plan, {s: EOS})
+        assert len(s.output_token_ids) == said
+        assert (s.state is SequenceState.FINISHED) == (said == 3)
+
+
 def test_prefill_first_and_new_requests_join() -> None:
     rig = Rig()
     a = rig.submit(range(6), 9, ignore_eos=True)
@@ -573,6 +584,25 @@ def test_prompt_logprobs_take_no_shortcut() -> None:
     rig.check_answer(s)
 
 
+def test_prompt_logprobs_after_a_retraction() -> None:
+    """Amid its chunks it starts from the beginning again; once it has generated, all of them were there."""
+    rig = Rig(chunk=8)
+    s = rig.submit(range(16), 4, ignore_eos=True, prompt_logprobs=0)
+    rig.step()
+    rig.scheduler._retract(s)
+    for expected in (0, 8):
+        plan = rig.step()
+        assert plan is not None
+        assert [r.start for r in plan.rows] == [expected]
+    assert s.output_token_ids
+    rig.scheduler._retract(s)
+    plan = rig.step()
+    assert plan is not None
+    assert [r.start for r in plan.rows] == [16]
+    rig.run()
+    rig.check_answer(s)
+
+
 def test_scoring_only() -> None:
     """F50: max_tokens 0 yields no token, and a prompt may then fill the context."""
     rig = Rig(chunk=16, context=32)
@@ -654,6 +684,15 @@ def test_ratio_after_a_retraction() -> None:
     assert rig.scheduler.ratio.value == min(1.0, (len(kept.output_token_ids) - 1 + 20) / (14 + 1))
     rig.run()
     rig.check_idle()
+
+
+def test_growth_of_what_starts_in_the_same_step_counts_in_full() -> None:
+    rig = Rig(num_pages=10, context=30, caching=False, conservativeness=0.0)  # 36 tokens
+    made = [_endless(rig, range(i, i + 6), 14) for i in range(2)]
+    for s in made:
+        plan = rig.step()
+        assert plan is not None
+        assert [r.sequence for r in plan.rows] == [s]
 
 
 def test_no_more_is_retracted_than_needed() -> None:
