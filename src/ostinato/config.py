@@ -23,6 +23,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPHS = ("auto", "eager", "tape", "cuda")
 CAPTURES = ("lazy", "startup")
 DEVICES = ("auto", "cpu", "cuda")
+KERNELS = ("auto", "numba", "reference")
+ISAS = ("auto", "avx512_bf16", "portable")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _UNITS: Mapping[str, int] = {
@@ -65,6 +67,8 @@ class EngineConfig:
     )
     dtype: str = _option("auto", "Weights and activations; auto takes the checkpoint's", choices=DTYPES)
     device: str = _option("auto", "Where to run; auto takes the GPU when there is one", choices=DEVICES)
+    kernels: str = _option("auto", "Compiled kernels, or plain torch as the reference", choices=KERNELS)
+    isa: str = _option("auto", "Instructions the kernels use; auto takes the best there are", choices=ISAS)
     threads: int | None = _option(None, "CPU threads; all cores when left out", minimum=1)
     seed: int = _option(0, "Seed of requests that have none of their own", minimum=0, flag=False)
 

@@ -30,6 +30,7 @@ from ostinato.models.fetch import FETCHABLE, fetched
 from ostinato.models.hub import resolve_model
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.routing import Consumers
+from ostinato.ops.opset import OpSet
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import ShapeRules, align_up
 
@@ -95,12 +96,12 @@ def _worker(
     report: Report,
 ) -> Worker:
     """The loaded model over its attention and kernels, with buffers for the largest step."""
-    attention: AttentionBackend = ReferenceAttention(pool)
+    ops, attention = choose_kernels(config, pool)
     moe = model_config.moe
     load = None if moe is None else ExpertLoad(model_config.num_layers, moe.num_experts)
     model = load_model(
         directory,
-        ops=ReferenceOps(),
+        ops=ops,
         attention=attention,
         max_num_tokens=sizes.max_num_tokens,
         max_bs=sizes.max_bs,
@@ -116,6 +117,31 @@ def _worker(
         capture_on_first_use=config.capture == "lazy",
     )
     return Worker(model, attention, pool, _backend(config), shape_rules(config, sizes), options, load)
+
+
+def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, AttentionBackend]:
+    """The op set and the attention over `pool`.
+
+    "auto" takes compiled kernels wherever they can run: bf16 or fp32, pages of a multiple of 16 tokens. Raises
+    ConfigError when they are asked for by name and cannot.
+    """
+    layout = pool.layout
+    refused = ""
+    if layout.dtype not in (torch.bfloat16, torch.float32):
+        refused = f"dtype {str(layout.dtype).removeprefix('torch.')}; use bfloat16 or float32"
+    elif layout.page_size % 16:
+        refused = f"page_size {layout.page_size}; use a multiple of 16"
+    if config.kernels == "numba" and refused:
+        raise ConfigError(f"kernels 'numba' cannot run with {refused}, or kernels 'reference'")
+    if config.kernels == "reference" or refused:
+        return ReferenceOps(), ReferenceAttention(pool)
+    # Imported here: compiling and loading kernels costs time that a run without them need not spend.
+    from ostinato.attention.cpu import CpuAttention
+    from ostinato.ops.cpu.opset import open_numba_ops
+
+    isa = None if config.isa == "auto" else config.isa
+    ops = open_numba_ops(isa=isa, num_threads=torch.get_num_threads(), cache_dir=cache_dir() / "kernels")
+    return ops, CpuAttention(pool, ops.runtime)
 
 
 def _scheduler(config: EngineConfig, sizes: Sizes, pool: KVPool) -> Scheduler:
