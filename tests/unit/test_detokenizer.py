@@ -140,18 +140,18 @@ def stream(tok: Tokenizer, ids: list[int], *, skip: bool = True, prompt: tuple[i
     return parts
 
 
-def with_clean_bytes(tok: Tokenizer, ids: list[int]) -> bool:
+def with_clean_bytes(tok: Tokenizer, ids: list[int], *, skip: bool) -> bool:
     """Whether every run of byte-fallback tokens is well formed, or has nothing well-formed in it."""
     assert tok.pieces is not None
-    runs, run = [], b""
-    for token_id in [*ids, -1]:
-        if token_id in tok.special_ids:
-            continue
-        piece = tok.pieces.piece(token_id) if token_id >= 0 else None
-        if piece is not None and piece.is_byte:
-            run += piece.data
+    pieces = [tok.pieces.piece(i) for i in ids if not (skip and i in tok.special_ids)]
+    runs = [b""]
+    for piece in pieces:
+        if piece is None:
+            continue  # no token of the vocabulary: as if it were not there
+        if piece.is_byte:
+            runs[-1] += piece.data
         else:
-            runs, run = [*runs, run], b""
+            runs.append(b"")
     texts = [decode_utf8(run, final=True, per_byte=True)[0] for run in runs]
     return all("\ufffd" not in text or set(text) == {"\ufffd"} for text in texts)
 
@@ -189,7 +189,7 @@ def test_text_survives_any_cut_into_prompt_and_output(name: str, text: str, cut:
     tok = tokenizer(name)
     ids = tok.encode(text)
     cut = min(cut, len(ids))
-    head = tok.decode(ids[:cut]).rstrip("\ufffd")
+    head = Detokenizer(tok).push(ids[:cut])  # without its unfinished last character
     if name == "windowed_byte_level" and head != tok.decode(ids[:cut]):
         return  # the window cannot finish a character that the prompt began
     assert head + "".join(stream(tok, ids[cut:], prompt=tuple(ids[:cut]))) == tok.decode(ids)
@@ -203,7 +203,7 @@ def test_random_ids_stream_to_decode(name: str, data: st.DataObject, skip: bool)
     ids = data.draw(st.lists(st.integers(0, tok.vocab_size + 2), max_size=24))
     parts = stream(tok, ids, skip=skip)
     assert tok.pieces is not None
-    if not tok.pieces.rules.byte_fallback or with_clean_bytes(tok, ids):
+    if not tok.pieces.rules.byte_fallback or with_clean_bytes(tok, ids, skip=skip):
         assert "".join(parts) == tok.decode(ids, skip_special_tokens=skip)
     whole = Detokenizer(tok, skip_special_tokens=skip)
     assert whole.push(ids) + whole.finish() == "".join(parts), "the text does not depend on how ids arrive"
