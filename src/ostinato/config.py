@@ -25,7 +25,6 @@ CAPTURES = ("lazy", "startup")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "numba", "reference")
 ISAS = ("auto", "avx512_bf16", "portable")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _UNITS: Mapping[str, int] = {
     "": 1,
@@ -95,7 +94,6 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = _option(None, "Prefill token counts to capture, like 64,256")
     disable_padding: bool = _option(False, "Capture every decode batch size instead of padding to buckets")
 
-    log_level: str = _option("warning", "How much is logged", choices=LOG_LEVELS)
     progress: bool = _option(True, "Show progress on a terminal")
 
     def __post_init__(self) -> None:

@@ -31,7 +31,6 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"graph": "cudagraph"}, r"graph 'cudagraph' is unknown"),
         ({"capture": "never"}, r"capture 'never'"),
         ({"device": "tpu"}, r"device 'tpu'"),
-        ({"log_level": "loud"}, r"log_level 'loud'"),
         ({"threads": 0}, r"threads must be a whole number of at least 1, got 0"),
         ({"threads": True}, r"threads must be"),
         ({"seed": -1}, r"seed must be"),
