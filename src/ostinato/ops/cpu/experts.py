@@ -13,7 +13,7 @@ import torch
 from ostinato.ops.cpu import moe
 from ostinato.ops.cpu.epilogue import ADD_TO_OUT, FP32_OUT
 from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
-from ostinato.ops.cpu.linear import check_rows, stride_bytes
+from ostinato.ops.cpu.linear import activation_dtype, check_rows, stride_bytes
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
@@ -127,6 +127,7 @@ class MoeExperts:
         assert isinstance(experts, ExpertWeights), "experts packed by another op set"
         _check(x, topk_weights, topk_ids, experts, out, live)
         fields = {
+            moe.VALUE_BYTES: x.element_size(),
             moe.X: x.data_ptr(),
             moe.X_STRIDE: stride_bytes(x),
             moe.ROWS: x.shape[0],
@@ -143,7 +144,7 @@ class MoeExperts:
             moe.OUT_KIND: (FP32_OUT if out.dtype == torch.float32 else 0) | (ADD_TO_OUT if self._add else 0),
         }
         fields |= self._expert_fields(experts)
-        scratch, kept = self._scratch_fields(x.shape[0] * topk_ids.shape[1], topk_ids.shape[1], experts)
+        scratch, kept = self._scratch_fields(x, topk_ids.shape[1], experts)
         rows, buffers = self._row_fields(x, topk_ids.shape[1], experts, weights_on_input)
         fields |= scratch | rows
         owned = (*kept, *buffers, experts)
@@ -154,7 +155,6 @@ class MoeExperts:
         return {
             moe.TILE: runtime.compiler.address(tile_function(dtype, runtime.isa), TILE_ARGUMENTS),
             moe.TILE_ROWS: runtime.isa.tile_rows,
-            moe.VALUE_BYTES: dtype.itemsize,
             moe.EXPERTS: experts.num_experts,
             moe.HIDDEN_SIZE: experts.hidden_size,
             moe.INTERMEDIATE: experts.intermediate_size,
@@ -163,10 +163,13 @@ class MoeExperts:
         }
 
     def _scratch_fields(
-        self, capacity: int, slots: int, experts: ExpertWeights
+        self, x: torch.Tensor, slots: int, experts: ExpertWeights
     ) -> tuple[dict[int, int], tuple[torch.Tensor, ...]]:
-        """Memory for sorting, hidden rows and results of at most `capacity` places."""
-        hidden_stride = spread_stride(experts.intermediate_size * experts.dtype.itemsize)
+        """Memory for sorting, hidden rows and results, with a place for every slot."""
+        capacity = x.shape[0] * slots
+        hidden_stride = spread_stride(experts.intermediate_size * x.element_size())
+        down_stride = spread_stride(experts.down.row_bytes)
+        quantise = row_function(experts.dtype, x.dtype, hidden_stride, capacity)
         sizes = {
             moe.STARTS: 8 * (experts.num_experts + 1),
             moe.ACTIVE: 8 * experts.num_experts,
@@ -175,18 +178,22 @@ class MoeExperts:
             moe.SLOT_PLACE: 8 * capacity,
             moe.HIDDEN: capacity * hidden_stride,
             moe.RESULTS: capacity * experts.down.num_panels * 4 * PANEL,
+            moe.DOWN_ROWS: 0 if quantise is None else capacity * down_stride,
         }
         buffers = {field: self._scratch.take(f"moe.{field}", n) for field, n in sizes.items()}
         ones, zeros = torch.ones(slots), torch.zeros(PANEL)
         fields = {field: buffer.data_ptr() for field, buffer in buffers.items()}
         fields |= {
             moe.HIDDEN_STRIDE: hidden_stride,
-            moe.DOWN_ROWS: fields[moe.HIDDEN],
-            moe.DOWN_STRIDE: hidden_stride,
+            moe.DOWN_STRIDE: down_stride,
             moe.CAPACITY: capacity,
             moe.ONES: ones.data_ptr(),
             moe.ZEROS: zeros.data_ptr(),
         }
+        if quantise is None:
+            fields |= {moe.DOWN_ROWS: fields[moe.HIDDEN], moe.DOWN_STRIDE: hidden_stride}
+        else:
+            fields[moe.PREPARE_HIDDEN] = self._runtime.compiler.address(quantise, PREPARE_ARGUMENTS)
         return fields, (*buffers.values(), ones, zeros)
 
     def _row_fields(
@@ -202,7 +209,7 @@ class MoeExperts:
             fields |= {moe.SCALED: scaled.data_ptr(), moe.SCALED_STRIDE: stride}
             fields |= {moe.PRODUCT_ROWS: scaled.data_ptr(), moe.PRODUCT_STRIDE: stride}
             buffers.append(scaled)
-        prepare = row_function(experts.dtype, fields[moe.PRODUCT_STRIDE], places)
+        prepare = row_function(experts.dtype, x.dtype, fields[moe.PRODUCT_STRIDE], places)
         if prepare is not None:
             stride = spread_stride(experts.gate_up.row_bytes)
             prepared = self._scratch.take("moe.prepared", places * stride)
@@ -225,7 +232,7 @@ def _check(
     out: torch.Tensor,
     live: torch.Tensor | None,
 ) -> None:
-    check_rows("x", x, experts.hidden_size, experts.dtype)
+    check_rows("x", x, experts.hidden_size, activation_dtype(experts.down, x))
     check_rows("out", out, experts.hidden_size, out.dtype)
     slots = topk_ids.shape[-1]
     check_rows("topk_ids", topk_ids, slots, torch.int32)

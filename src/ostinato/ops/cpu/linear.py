@@ -46,6 +46,13 @@ def check_rows(name: str, x: torch.Tensor, columns: int, dtype: torch.dtype) -> 
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {x.stride()}")
 
 
+def activation_dtype(panels: Panels, x: torch.Tensor) -> torch.dtype:
+    """The dtype that x must have: the weights' own; int8 weights take bf16 and fp32 alike."""
+    if panels.dtype == torch.int8:
+        return x.dtype if x.dtype == torch.float32 else torch.bfloat16
+    return panels.dtype
+
+
 def stride_bytes(x: torch.Tensor) -> int:
     """Bytes from one row to the next."""
     return x.stride(0) * x.element_size()
@@ -86,7 +93,7 @@ class Linear:
         """The launch, which does not keep x, out and the count alive."""
         assert isinstance(weight, LinearWeights), "weights packed by another op set"
         panels, runtime = weight.panels, self._runtime
-        check_rows("x", x, panels.columns, panels.dtype)
+        check_rows("x", x, panels.columns, activation_dtype(panels, x))
         check_rows("out", out, weight.out_features, out.dtype)
         if out.dtype not in (torch.bfloat16, torch.float32) or out.shape[0] != x.shape[0]:
             raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit x {tuple(x.shape)}")
@@ -97,7 +104,7 @@ class Linear:
         kind = FP32_OUT if out.dtype == torch.float32 else 0
         kind |= ADD_TO_OUT if self._add else 0
         kind |= GATED if panels.gated else 0
-        prepare = row_function(panels.dtype, stride_bytes(x), x.shape[0])
+        prepare = row_function(panels.dtype, x.dtype, stride_bytes(x), x.shape[0])
         fields = {
             gemm.SOURCE: x.data_ptr(),
             gemm.SOURCE_STRIDE: stride_bytes(x),

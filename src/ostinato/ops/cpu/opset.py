@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from ostinato.errors import ConfigError
 from ostinato.ops.cpu.elementwise import ElementwiseOps
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
 from ostinato.ops.cpu.launch import Runtime, open_runtime
@@ -25,10 +26,17 @@ from ostinato.padding import PadContract
 
 
 class NumbaOps:
-    """`OpSet` of the CPU kernels. `linear` and `moe_experts` also take a live count as last argument."""
+    """`OpSet` of the CPU kernels. `linear` and `moe_experts` also take a live count as last argument.
 
-    def __init__(self, runtime: Runtime) -> None:
+    With `quantization` "int8", experts and linear layers become int8 as they are packed; those that ask for
+    fp32 outputs (routers, the head, gates of shared experts) keep their dtype.
+    """
+
+    def __init__(self, runtime: Runtime, *, quantization: str | None = None) -> None:
+        if quantization not in (None, "int8"):
+            raise ConfigError(f"quantization {quantization!r} is unknown to the CPU kernels; choose 'int8'")
         self.runtime = runtime
+        self._packed_dtype = None if quantization is None else torch.int8
         self.scratch = Scratch()
         self._packer = Packer(runtime)
         rows, elements, reference = RowOps(runtime), ElementwiseOps(runtime), ReferenceOps()
@@ -46,7 +54,8 @@ class NumbaOps:
 
     @property
     def name(self) -> str:
-        return f"numba.{self.runtime.isa.name}"
+        suffix = "" if self._packed_dtype is None else ".int8"
+        return f"numba.{self.runtime.isa.name}{suffix}"
 
     @property
     def pad_contracts(self) -> Mapping[str, PadContract]:
@@ -59,21 +68,30 @@ class NumbaOps:
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> LinearWeights:
         """Packed `weight` [N, K] (bf16 or fp32) and `bias` [N]; sums are fp32 whatever the output."""
-        panels = self._packer.pack(weight)
+        keep = out_dtype == torch.float32
+        panels = self._packer.pack(weight, dtype=None if keep else self._packed_dtype)
         return LinearWeights(panels, pack_bias(bias, panels), out_dtype or weight.dtype)
 
     def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeights:
         """Packed gate and up [2I, K], gate rows first: `linear` with it gives silu(gate) * up, [T, I]."""
-        panels = self._packer.pack(weight, gated=True)
+        panels = self._packer.pack(weight, gated=True, dtype=self._packed_dtype)
         return LinearWeights(panels, pack_bias(bias, panels), weight.dtype)
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
         """Packed `gate_up` [E, 2I, H], gate rows first, and `down` [E, H, I]."""
-        return ExpertWeights(self._packer.pack(gate_up, gated=True), self._packer.pack(down))
+        dtype = self._packed_dtype
+        return ExpertWeights(
+            self._packer.pack(gate_up, gated=True, dtype=dtype), self._packer.pack(down, dtype=dtype)
+        )
 
 
 def open_numba_ops(
-    *, isa: str | None = None, num_threads: int | None = None, cache_dir: Path | None = None
+    *,
+    isa: str | None = None,
+    num_threads: int | None = None,
+    cache_dir: Path | None = None,
+    quantization: str | None = None,
 ) -> NumbaOps:
     """The op set of this machine; see `open_runtime`."""
-    return NumbaOps(open_runtime(isa=isa, num_threads=num_threads, cache_dir=cache_dir))
+    runtime = open_runtime(isa=isa, num_threads=num_threads, cache_dir=cache_dir)
+    return NumbaOps(runtime, quantization=quantization)

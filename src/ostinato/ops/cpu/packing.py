@@ -2,7 +2,7 @@
 
 A panel holds 32 outputs. Per step of K it holds one 4-byte word for each of them, so a tile reads it front to
 back:
-    bf16  [ceil(N / 32), ceil(K / 2), 32, 2]        fp32  [ceil(N / 32), K, 32]
+    bf16  [ceil(N / 32), ceil(K / 2), 32, 2]        fp32  [ceil(N / 32), K, 32]        int8  see `int8`
 Gated panels hold 16 gate outputs beside the 16 up outputs of the same places. Packing writes rows into panels
 that are there already, so a loader packs shard by shard. Knows nothing of files. Invariant: padding is zero.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ostinato.ops.cpu.int8 import TRAILER_WORDS, quantise_weight
 from ostinato.ops.cpu.launch import (
     COUNTER,
     FIRST_FIELD,
@@ -26,7 +27,7 @@ from ostinato.ops.cpu.tiles import PANEL
 from ostinato.ops.cpu.transpose import transpose_words
 
 HALF = PANEL // 2
-PACKED_DTYPES = (torch.bfloat16, torch.float32)
+PACKED_DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 SOURCE, START, STOP, STEPS, TARGET, HALVES, PANEL_STRIDE, NUM_FIELDS = range(FIRST_FIELD, FIRST_FIELD + 8)
 
 
@@ -63,8 +64,9 @@ class Panels:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that a product with these weights reads."""
-        return self.columns * self.dtype.itemsize
+        """Bytes of a row that a product with these weights reads (and, of int8, what quantising overwrites)."""
+        size = self.columns * self.dtype.itemsize
+        return size + 32 if self.dtype == torch.int8 else size
 
     @property
     def matrix_bytes(self) -> int:
@@ -72,13 +74,15 @@ class Panels:
 
     @property
     def whole_steps(self) -> int:
-        """Steps of K of which every value is real."""
+        """Steps of K of which every value is real; for int8 all, as its padding counts for nothing."""
+        if self.dtype == torch.int8:
+            return words_of(self.columns, self.dtype)
         return self.columns // values_per_word(self.dtype)
 
     @property
     def odd_step(self) -> int:
         """1 when one bf16 value is left after the whole steps."""
-        return self.words.shape[2] - self.whole_steps
+        return words_of(self.columns, self.dtype) - self.whole_steps
 
     @property
     def outputs(self) -> int:
@@ -89,14 +93,15 @@ class Panels:
 def empty_panels(count: int, rows: int, columns: int, dtype: torch.dtype, *, gated: bool = False) -> Panels:
     """Zeroed panels for `count` matrices [rows, columns].
 
-    Raises ValueError for another dtype than bf16 or fp32, or for an odd number of gated rows.
+    Raises ValueError for another dtype than bf16, fp32 or int8, or for an odd number of gated rows.
     """
     if dtype not in PACKED_DTYPES:
-        raise ValueError(f"weights must be bfloat16 or float32, got {dtype}; cast them first")
+        raise ValueError(f"weights must be bfloat16, float32 or int8, got {dtype}; cast them first")
     if gated and rows % 2:
         raise ValueError(f"gate and up need an even number of rows, got {rows}")
     panels = -(-rows // 2 // HALF) if gated else -(-rows // PANEL)
-    words = torch.zeros(count, panels, words_of(columns, dtype), PANEL, dtype=torch.int32)
+    steps = words_of(columns, dtype) + (TRAILER_WORDS if dtype == torch.int8 else 0)
+    words = torch.zeros(count, panels, steps, PANEL, dtype=torch.int32)
     return Panels(words, rows, columns, dtype, gated)
 
 
@@ -139,17 +144,18 @@ class Packer:
     def write_rows(self, panels: Panels, matrix: int, weight: torch.Tensor, start: int = 0) -> None:
         """Pack `weight` [n, K] as rows start..start+n of one matrix.
 
-        Rows of gated panels count gates first: [0, rows / 2) are gates, the rest ups. Raises ValueError when
-        the shape or dtype does not fit.
+        Rows of gated panels count gates first: [0, rows / 2) are gates, the rest ups. Floating-point rows are
+        quantised into int8 panels. Raises ValueError when the shape or dtype does not fit.
         """
         count, columns = weight.shape
         fits = columns == panels.columns and start >= 0 and start + count <= panels.rows
-        if not fits or weight.dtype != panels.dtype:
+        quantised = panels.dtype == torch.int8 and weight.is_floating_point()
+        if not fits or (weight.dtype != panels.dtype and not quantised):
             raise ValueError(
                 f"rows {start}..{start + count} of {columns} {weight.dtype} values do not fit into packed "
                 f"weights of {panels.rows} rows of {panels.columns} {panels.dtype} values"
             )
-        words = _as_words(weight)
+        words = quantise_weight(weight) if quantised else _as_words(weight)
         target = panels.words[matrix].data_ptr()
         if not panels.gated:
             self._write(panels, target, 2, words, start)
@@ -177,11 +183,11 @@ class Packer:
         }
         runtime.launch(pack_entry, pack_worker, values, NUM_FIELDS, (words, panels.words))()
 
-    def pack(self, weight: torch.Tensor, *, gated: bool = False) -> Panels:
-        """Panels of `weight` [N, K] or [E, N, K]."""
+    def pack(self, weight: torch.Tensor, *, gated: bool = False, dtype: torch.dtype | None = None) -> Panels:
+        """Panels of `weight` [N, K] or [E, N, K], in its own dtype or quantised to int8."""
         matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
         count, rows, columns = matrices.shape
-        panels = empty_panels(count, rows, columns, weight.dtype, gated=gated)
+        panels = empty_panels(count, rows, columns, dtype or weight.dtype, gated=gated)
         for i, matrix in enumerate(matrices):
             self.write_rows(panels, i, matrix)
         return panels

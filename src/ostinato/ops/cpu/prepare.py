@@ -1,4 +1,4 @@
-"""What is done to rows before a matrix product: nothing, or copying them apart.
+"""What is done to rows before a matrix product: nothing, copying them apart, or quantising them.
 
 Tiles read up to 12 rows side by side. Rows a multiple of 4096 bytes apart fall into the same lines of the L1
 cache and push each other out, so such rows are copied to a stride that spreads them. Knows nothing of
@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ostinato.ops.cpu.int8 import quantise_bf16_row, quantise_fp32_row
 from ostinato.ops.cpu.vector_ir import I64, POINTER
 
 PREPARE_ARGUMENTS = 3
@@ -61,8 +62,13 @@ def copy_fp32_row(source: int, target: int, columns: int) -> None:
 RowFunction = Callable[[int, int, int], None]
 
 
-def row_function(dtype: torch.dtype, stride_bytes: int, rows: int) -> RowFunction | None:
-    """What to do to rows of a product with weights of `dtype`; None: nothing."""
+def row_function(
+    weights: torch.dtype, activations: torch.dtype, stride_bytes: int, rows: int
+) -> RowFunction | None:
+    """What to do to rows before a product with weights of this dtype; None: nothing."""
+    wide = activations == torch.float32
+    if weights == torch.int8:
+        return quantise_fp32_row if wide else quantise_bf16_row
     if not collides(stride_bytes, rows):
         return None
-    return copy_fp32_row if dtype == torch.float32 else copy_bf16_row
+    return copy_fp32_row if wide else copy_bf16_row
