@@ -4,7 +4,7 @@ Every round measures the ceilings (reading memory, multiply-adds in registers) a
 share is the median over the rounds of its ratio to the ceiling of the same round, where the ceiling of a kernel is
 the slower of moving its bytes and doing its arithmetic. The last line is JSON.
 
-    python bench/kernels.py [--rounds 7] [--threads 2] [--isa portable] [--only moe]
+    python bench/kernels.py [--rounds 7] [--threads 2] [--isa portable] [--only "moe_cases int8"]
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import torch
 
 from ostinato.ops.cpu.ceilings import arithmetic_ceiling, read_ceiling
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
+from ostinato.ops.cpu.huge_pages import prefer_huge_pages
 from ostinato.ops.cpu.launch import Launch, Runtime, open_runtime
 from ostinato.ops.cpu.linear import Linear, LinearWeights
 from ostinato.ops.cpu.packing import empty_panels, pack_bias
 from ostinato.ops.cpu.scratch import Scratch
 
 COLD_BYTES = 192 * 2**20  # weights a kernel walks through, so that none is in a cache when its turn comes
+NAMES = {torch.bfloat16: "bf16", torch.int8: "int8"}
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 64, 8, 1024, 512
 
 
@@ -34,6 +36,7 @@ class Case:
     """A kernel over launches that take turns; bytes of weights and operations of one launch, on average."""
 
     name: str
+    dtype: torch.dtype
     launches: tuple[Launch, ...]
     num_bytes: float
     operations: float
@@ -62,11 +65,11 @@ def case_seconds(case: Case) -> float:
     return best
 
 
-def linear_cases(runtime: Runtime) -> Iterator[Case]:
+def linear_cases(runtime: Runtime, dtype: torch.dtype) -> Iterator[Case]:
     kernel = Linear(runtime, Scratch())
     for rows, columns in ((1024, 1024), (576, 1536), (32768, 1024)):
-        copies = max(1, COLD_BYTES // (rows * columns * 2))
-        panels = [empty_panels(1, rows, columns, torch.bfloat16) for _ in range(copies)]
+        copies = max(1, COLD_BYTES // (rows * columns * dtype.itemsize))
+        panels = [empty_panels(1, rows, columns, dtype) for _ in range(copies)]
         for panel in panels:
             panel.words.fill_(0x3C003C00)
         weights = [LinearWeights(panel, pack_bias(None, panel), torch.float32) for panel in panels]
@@ -77,15 +80,21 @@ def linear_cases(runtime: Runtime) -> Iterator[Case]:
             out = torch.empty(m, rows, dtype=torch.float32)
             launches = tuple(kernel.bind(x, weight, out) for weight in weights[: 16 if m > 64 else None])
             size = rows * columns
-            yield Case(f"linear {rows}x{columns} M={m}", launches, 2 * size, 2 * size * m)
+            yield Case(
+                f"linear {NAMES[dtype]} {rows}x{columns} M={m}",
+                dtype,
+                launches,
+                dtype.itemsize * size,
+                2 * size * m,
+            )
 
 
-def moe_cases(runtime: Runtime) -> Iterator[Case]:
+def moe_cases(runtime: Runtime, dtype: torch.dtype) -> Iterator[Case]:
     kernel = MoeExperts(runtime, Scratch())
     layers = []
     for _ in range(2):  # taking turns, so that no launch finds its experts in a cache
-        gate_up = empty_panels(EXPERTS, 2 * INTERMEDIATE, HIDDEN, torch.bfloat16, gated=True)
-        down = empty_panels(EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16)
+        gate_up = empty_panels(EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype, gated=True)
+        down = empty_panels(EXPERTS, HIDDEN, INTERMEDIATE, dtype)
         for panels in (gate_up, down):
             panels.words.fill_(0x3C003C00)
         layers.append(ExpertWeights(gate_up, down))
@@ -100,32 +109,42 @@ def moe_cases(runtime: Runtime) -> Iterator[Case]:
             x, weights = torch.randn(rows, HIDDEN).bfloat16(), torch.rand(rows, SLOTS)
             out = torch.empty(rows, HIDDEN, dtype=torch.bfloat16)
             launches.append(kernel.bind(x, weights, ids, layers[turn % 2], False, out))
-            active += len(ids.unique())
-        num_bytes = 2 * size * active / len(launches)
-        yield Case(f"moe rows={rows}", tuple(launches), num_bytes, 2 * size * rows * SLOTS)
+            active += len(set(ids.flatten().tolist()))
+        num_bytes = dtype.itemsize * size * active / len(launches)
+        yield Case(
+            f"moe {NAMES[dtype]} rows={rows}", dtype, tuple(launches), num_bytes, 2 * size * rows * SLOTS
+        )
 
 
 def measure(runtime: Runtime, cases: list[Case], rounds: int) -> list[dict[str, float | str]]:
-    buffer = torch.zeros(COLD_BYTES + 4096, dtype=torch.uint8)
-    buffer = buffer[-buffer.data_ptr() % 64 :]
+    buffer = torch.empty(COLD_BYTES + 8192, dtype=torch.uint8)
+    prefer_huge_pages(buffer)
+    buffer = buffer[-buffer.data_ptr() % 64 :].zero_()
     read, read_bytes = read_ceiling(runtime, buffer)
-    peak, operations = arithmetic_ceiling(runtime, torch.bfloat16)
-    bandwidths, peaks, shares = [], [], {case.name: [] for case in cases}
+    arithmetic = {dtype: arithmetic_ceiling(runtime, dtype) for dtype in NAMES}
+    bandwidths: list[float] = []
+    peaks: dict[torch.dtype, list[float]] = {dtype: [] for dtype in NAMES}
+    shares: dict[str, list[float]] = {case.name: [] for case in cases}
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
             bandwidth = read_bytes / seconds(read, 1)
+            peak, operations = arithmetic[case.dtype]
             flops = operations / seconds(peak, 1)
             spent = case_seconds(case)
             bandwidths.append(bandwidth)
-            peaks.append(flops)
+            peaks[case.dtype].append(flops)
             times[case.name].append(spent)
             shares[case.name].append(max(case.num_bytes / bandwidth, case.operations / flops) / spent)
     results: list[dict[str, float | str]] = [
         {
             "kernel": "ceilings",
             "GB/s": round(statistics.median(bandwidths) / 1e9, 1),
-            "GFLOP/s": round(statistics.median(peaks) / 1e9, 1),
+            **{
+                f"{NAMES[dtype]} GFLOP/s": round(statistics.median(found) / 1e9, 1)
+                for dtype, found in peaks.items()
+                if found
+            },
         }
     ]
     for case in cases:
@@ -151,7 +170,13 @@ def main() -> None:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     runtime = open_runtime(isa=options.isa, num_threads=options.threads)
-    cases = [c for make in (linear_cases, moe_cases) for c in make(runtime) if options.only in c.name]
+    cases = [
+        case
+        for dtype in NAMES
+        for make in (linear_cases, moe_cases)
+        if options.only in f"{make.__name__} {NAMES[dtype]}"
+        for case in make(runtime, dtype)
+    ]
     results = measure(runtime, cases, options.rounds)
     for result in results:
         print("  ".join(f"{key} {value}" for key, value in result.items()))

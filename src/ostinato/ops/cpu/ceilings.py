@@ -13,15 +13,27 @@ import torch
 from numba import types
 from numba.extending import intrinsic
 
+from ostinato.ops.cpu.int8 import dot_portable, dot_vnni
 from ostinato.ops.cpu.intrinsics import stack_scratch
-from ostinato.ops.cpu.launch import COUNTER, FIRST_FIELD, TASKS, Launch, Runtime, reset_counter, run_worker
+from ostinato.ops.cpu.launch import (
+    COUNTER,
+    FIRST_FIELD,
+    TASKS,
+    THREADS,
+    Launch,
+    Runtime,
+    draw,
+    join_team,
+    reset_counter,
+    run_worker,
+)
 from ostinato.ops.cpu.memory import fetch_add, load_i64
 from ostinato.ops.cpu.tiles import bf16_dot, bf16_portable, fp32_step
 from ostinato.ops.cpu.vector_ir import I32, VF, VI, Lanes, Value
 
 CHUNK_BYTES = 256 * 1024
 _LINES = 8  # cache lines read per step
-_AHEAD = 2048
+_AHEAD = 4096
 _SUMS = 24  # independent accumulators
 STEPS = 4096  # per task of the arithmetic kernels
 ADDRESS, NUM_FIELDS = FIRST_FIELD, FIRST_FIELD + 1
@@ -39,7 +51,7 @@ def _read_chunk(typing_context: Any, address: Any, out: Any) -> tuple[Any, Any]:
         def step(k: Value, sums: list[Value]) -> list[Value]:
             at = lanes.at(args[0], lanes.times(k, 64 * _LINES))
             for line in range(_LINES):
-                lanes.prefetch(lanes.at(at, _AHEAD + 64 * line))
+                lanes.prefetch(lanes.at(at, _AHEAD + 64 * line), nearest=False)
             return [builder.add(s, lanes.load(lanes.at(at, 64 * i), VI, 64)) for i, s in enumerate(sums)]
 
         sums = lanes.loop(lanes.i64(CHUNK_BYTES // (64 * _LINES)), [lanes.ints(0)] * _LINES, step)
@@ -50,17 +62,18 @@ def _read_chunk(typing_context: Any, address: Any, out: Any) -> tuple[Any, Any]:
     return types.void(types.int64, types.int64), emit
 
 
-def _arithmetic(body: Body) -> Any:
+def _arithmetic(body: Body, *, integer: bool = False) -> Any:
     @intrinsic
     def multiply_add(typing_context: Any, source: Any, out: Any) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             lanes = Lanes(builder)
+            zero = lanes.ints(0) if integer else lanes.floats(0.0)
             panel, word = lanes.load(args[0], VI, 64), lanes.load(args[0], I32, 4)
 
             def step(k: Value, sums: list[Value]) -> list[Value]:
                 return [body(lanes, total, panel, word) for total in sums]
 
-            sums = lanes.loop(lanes.i64(STEPS), [lanes.floats(0.0)] * _SUMS, step)
+            sums = lanes.loop(lanes.i64(STEPS), [zero] * _SUMS, step)
             for i, total in enumerate(sums):
                 lanes.store(total, lanes.at(args[1], 64 * (i % 24)), 64)
             return context.get_dummy_value()
@@ -73,15 +86,20 @@ def _arithmetic(body: Body) -> Any:
 _bf16_dot = _arithmetic(bf16_dot)
 _bf16_portable = _arithmetic(bf16_portable)
 _fp32 = _arithmetic(fp32_step)
+_int8_dot = _arithmetic(dot_vnni, integer=True)
+_int8_portable = _arithmetic(dot_portable, integer=True)
 
 
 def read_worker(p: int) -> None:
-    """Read chunks of the buffer."""
+    """Read chunks of the buffer, every thread its share of it."""
     scratch = stack_scratch()
-    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
-    while task < load_i64(p + 8 * TASKS):
-        _read_chunk(load_i64(p + 8 * ADDRESS) + task * CHUNK_BYTES, scratch)
-        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    threads, member = load_i64(p + 8 * THREADS), join_team(p)
+    for turn in range(threads):
+        owner = (member + turn) % threads
+        task = draw(p, 0, owner, load_i64(p + 8 * TASKS))
+        while task >= 0:
+            _read_chunk(load_i64(p + 8 * ADDRESS) + task * CHUNK_BYTES, scratch)
+            task = draw(p, 0, owner, load_i64(p + 8 * TASKS))
 
 
 def bf16_dot_worker(p: int) -> None:
@@ -111,6 +129,24 @@ def fp32_worker(p: int) -> None:
         task = fetch_add(load_i64(p + 8 * COUNTER), 1)
 
 
+def int8_dot_worker(p: int) -> None:
+    """Multiply-adds by int8 dot products."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _int8_dot(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+def int8_portable_worker(p: int) -> None:
+    """Multiply-adds of int8 values by integer arithmetic."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _int8_portable(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
 def ceiling_entry(p: int) -> None:
     """Run all tasks in the team."""
     reset_counter(p)
@@ -129,6 +165,8 @@ def arithmetic_ceiling(runtime: Runtime, dtype: torch.dtype, tasks: int = 64) ->
     """A launch of multiply-adds in registers as tiles of `dtype` do them, and their number of operations."""
     if dtype == torch.float32:
         worker, per_lane = fp32_worker, 2
+    elif dtype == torch.int8:
+        worker, per_lane = (int8_dot_worker if runtime.isa.dot_products else int8_portable_worker), 8
     elif runtime.isa.dot_products:
         worker, per_lane = bf16_dot_worker, 4
     else:
