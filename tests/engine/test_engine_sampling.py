@@ -157,6 +157,16 @@ def test_a_seeded_request_is_the_same_beside_any_neighbours(llm: LLM, seed: int)
     assert tokens(other) != tokens(alone)
 
 
+def test_noise_belongs_to_the_position(llm: LLM) -> None:
+    """A text taken up again from any of its own tokens goes on as it did, so nothing is lost by a retraction."""
+    shape: dict[str, Any] = {"temperature": 1.3, "seed": 4, "ignore_eos": True}
+    (whole,) = llm.generate(PROMPT, SamplingParams(max_tokens=8, **shape))
+    for at in (1, 3, 6):
+        begun = list(whole.prompt_token_ids) + tokens(whole)[:at]
+        (rest,) = llm.generate(begun, SamplingParams(max_tokens=8 - at, **shape))
+        assert tokens(rest) == tokens(whole)[at:]
+
+
 def test_each_of_n_completions_is_a_request_of_its_own(llm: LLM) -> None:
     shape: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True}
     (output,) = llm.generate(PROMPT, SamplingParams(n=4, seed=5, **shape))
