@@ -114,7 +114,9 @@ def test_the_narrowest_filters_are_greedy(params: dict[str, Any]) -> None:
         ({"min_p": 0.05}, ("MinPLogitsWarper", 0.05)),
     ],
 )
-def test_filters_keep_what_transformers_keeps(params: dict[str, Any], processor: tuple[str, float], seed: int) -> None:
+def test_filters_keep_what_transformers_keeps(
+    params: dict[str, Any], processor: tuple[str, float], seed: int
+) -> None:
     from transformers.generation import logits_process
 
     logits = make_logits(1, seed)
