@@ -1,0 +1,43 @@
+"""What the machine can do at this moment, behind the protocol: bytes read and multiply-adds done in a second."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from protocol import Request, serve
+
+from ostinato.ops.cpu.ceilings import arithmetic_ceiling, read_ceiling
+from ostinato.ops.cpu.launch import Launch, open_runtime
+
+BUFFER_BYTES = 384 * 2**20  # far larger than any cache
+TURNS = 3
+
+_launches: dict[str, tuple[Launch, int]] = {}
+
+
+def load(request: Request) -> dict[str, str]:
+    runtime = open_runtime(num_threads=request["threads"])
+    buffer = torch.zeros(BUFFER_BYTES + 64, dtype=torch.uint8)
+    _launches["bytes"] = read_ceiling(runtime, buffer[-buffer.data_ptr() % 64 :])
+    _launches["operations"] = arithmetic_ceiling(runtime, torch.bfloat16)
+    measure(request)
+    return {"isa": runtime.isa.name}
+
+
+def measure(request: Request) -> dict[str, Any]:
+    """The best of some turns: {"bytes": a second, "operations": a second}."""
+    best = {}
+    for name, (launch, amount) in _launches.items():
+        seconds = []
+        for _ in range(TURNS):
+            start = time.perf_counter()
+            launch()
+            seconds.append(time.perf_counter() - start)
+        best[name] = amount / min(seconds)
+    return best
+
+
+if __name__ == "__main__":
+    serve({"load": load, "measure": measure})

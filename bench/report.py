@@ -1,0 +1,223 @@
+"""What a comparison shows: a JSON file for each race, and one table and one plot made of all that are there.
+
+Pure functions of the recorded turns. Invariant: a ratio is taken within one turn, and only turns that count are used;
+a case with none shows none.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from limits import Costs, decode_seconds, prefill_seconds
+
+NAMES = {"llamacpp": "llama.cpp", "transformers": "transformers", "vllm": "vLLM"}
+_ORDER = ("moe", "dense", "smollm2", "smollm2-moe", "tiny")
+_COLOURS = ("#c2410c", "#64748b", "#94a3b8", "#475569", "#a8a29e")
+_BAR, _GAP, _LEFT, _SCALE, _WIDTH = 14, 12, 190, 420, 760
+
+
+@dataclass(frozen=True, slots=True)
+class CaseSummary:
+    """One row of a table. Speeds are tokens a second by label; ratios are of ostinato to a peer, one per turn."""
+
+    name: str
+    turns: int
+    discarded: int
+    speeds: Mapping[str, Sequence[float]]
+    ratios: Mapping[str, Sequence[float]]
+    shares: Sequence[float]
+
+
+def turn_line(turn: Mapping[str, Any]) -> str:
+    """A turn as a line of progress."""
+    speeds = "  ".join(f"{label} {speed:.1f}" for label, speed in turn["tokens_per_second"].items())
+    busy = max(turn["cores_of_others"].values())
+    kept = (
+        "" if turn["kept"] else "  (warm-up)" if turn["number"] == 0 else f"  (discarded: others {busy:.2f})"
+    )
+    return f"  {turn['number']:2} {turn['case']['name']:24} {speeds}{kept}"
+
+
+def summarise(record: Mapping[str, Any]) -> list[CaseSummary]:
+    """The cases of a race, in the order they were run. Of a peer with several modes, the best one of each turn."""
+    peers: dict[str, list[str]] = {}
+    for contestant in record["contestants"]:
+        peers.setdefault(contestant["peer"], []).append(contestant["label"])
+    own = peers.pop("ostinato")[0]
+    summaries = []
+    for name in dict.fromkeys(turn["case"]["name"] for turn in record["turns"]):
+        turns = [turn for turn in record["turns"] if turn["case"]["name"] == name and turn["number"] > 0]
+        kept = [turn["tokens_per_second"] for turn in turns if turn["kept"]]
+        ratios = {
+            peer: [speeds[own] / max(speeds[label] for label in labels) for speeds in kept]
+            for peer, labels in peers.items()
+        }
+        labels = [contestant["label"] for contestant in record["contestants"]]
+        speeds = {label: [turn[label] for turn in kept] for label in labels}
+        shares = [
+            share for turn in turns if turn["kept"] and (share := _share(record, turn, own)) is not None
+        ]
+        summaries.append(CaseSummary(name, len(kept), len(turns) - len(kept), speeds, ratios, shares))
+    return summaries
+
+
+def _share(record: Mapping[str, Any], turn: Mapping[str, Any], own: str) -> float | None:
+    """The speed as a share of what the machine could do in that turn; only bf16's limit is known."""
+    if record["precision"] != "bf16":
+        return None
+    costs, case, ceilings = Costs.of(record["config"]), turn["case"], turn["ceilings"]
+    if case["prefills"]:
+        least, tokens = prefill_seconds(costs, case["context"], ceilings), case["context"]
+    else:
+        middle = case["context"] + case["warmup"] + case["steps"] / 2
+        active = record["active_experts"].get(case["name"])
+        step = decode_seconds(costs, case["batch"], middle, active, ceilings)
+        if step is None:
+            return None
+        least, tokens = step, case["batch"]
+    return float(turn["tokens_per_second"][own] * least / tokens)
+
+
+def write_race(record: Mapping[str, Any], directory: Path) -> None:
+    """A race's JSON, in place of an older one of the same model and precision."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{record['model']}-{record['precision']}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def write_summary(directory: Path) -> Path:
+    """The table (returned) and the plot of all races in a directory."""
+    records = [json.loads(path.read_text()) for path in directory.glob("*.json")]
+    records.sort(key=lambda record: (_ORDER.index(record["model"]), record["precision"]))
+    table = directory / "compare.md"
+    (directory / "compare.svg").write_text(plot(records), encoding="utf-8")
+    parts = ["# ostinato beside other engines\n", _INTRODUCTION, "![Speeds of all engines](compare.svg)\n"]
+    table.write_text("\n".join(parts + [section(record) for record in records]), encoding="utf-8")
+    return table
+
+
+_INTRODUCTION = """Written by `python bench/compare.py`. Tokens a second, medians over alternated turns; ratios are of
+ostinato to a peer (the best of its modes) within a turn: median (least–most). A turn counts when nobody else used the
+machine during it. The share of the limit is of the least time that reading the weights and the KV cache once, or the
+multiply-adds, could take by the bandwidth and the peak measured in the same turn. ostinato runs through its scheduler
+and sampler, llama.cpp and transformers as bare greedy loops over their forward pass.
+"""
+
+
+def section(record: Mapping[str, Any]) -> str:
+    """A race as Markdown."""
+    summaries = summarise(record)
+    labels = [contestant["label"] for contestant in record["contestants"]]
+    peers = list(summaries[0].ratios) if summaries else []
+    header = ["", *labels, *(f"vs {NAMES[peer]}" for peer in peers), "share of the limit", "turns"]
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1)]
+    for case in summaries:
+        speeds = [_median(case.speeds[label], ".1f") for label in labels]
+        ratios = [_spread(case.ratios[peer]) for peer in peers]
+        share = _median([100 * share for share in case.shares], ".0f", " %")
+        turns = f"{case.turns}" + (f" (+{case.discarded} discarded)" if case.discarded else "")
+        rows.append([case.name, *speeds, *ratios, share, turns])
+    lines = [
+        f"## {record['model']}, {record['precision']}\n",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    return "\n".join([*lines, "", *_notes(record)]) + "\n"
+
+
+def _median(values: Sequence[float], form: str, unit: str = "") -> str:
+    return format(statistics.median(values), form) + unit if values else "–"
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    return f"**{statistics.median(values):.2f}** ({min(values):.2f}–{max(values):.2f})"
+
+
+def _notes(record: Mapping[str, Any]) -> list[str]:
+    """Texts, ceilings, versions and machine, as a list."""
+    notes = []
+    for label in record["texts"][0]["equal"] if record["texts"] else ():
+        found = [text["equal"][label] for text in record["texts"]]
+        equal = " + ".join(str(entry["tokens"]) for entry in found)
+        apart = [f"{entry['margin']:.3f}" for entry in found if entry["margin"] is not None]
+        why = f"; where they part, log-probabilities differ by {', '.join(apart)}" if apart else ""
+        notes.append(
+            f"- Greedy text, {label} beside ostinato, equal tokens: {equal} of {len(found)} × 32{why}"
+        )
+    ceilings = [turn["ceilings"] for turn in record["turns"] if turn["kept"]]
+    if ceilings:
+        gigabytes = statistics.median(entry["bytes"] for entry in ceilings) / 1e9
+        peak = statistics.median(entry["operations"] for entry in ceilings) / 1e9
+        notes.append(f"- Measured ceilings: {gigabytes:.1f} GB/s read, {peak:.0f} GFLOP/s bf16")
+    if record["active_experts"]:
+        counts = ", ".join(f"{case} {count:.1f}" for case, count in record["active_experts"].items())
+        notes.append(f"- Different experts a layer in a step: {counts}")
+    for process, versions in record["versions"].items():
+        notes.append(f"- {process}: " + ", ".join(f"{name} {value}" for name, value in versions.items()))
+    where = record["machine"]
+    notes.append(
+        f"- {record['date']}, {where['processor']} ({' '.join(where['instructions'])}), {where['cpus']} CPUs, "
+        f"{where['memory_gib']} GiB, {where['system']}, {record['threads']} threads"
+    )
+    return notes
+
+
+def plot(records: Sequence[Mapping[str, Any]]) -> str:
+    """Bars of the median speeds, each case scaled to its fastest engine, with a tick for every turn. SVG."""
+    parts: list[str] = []
+    y = 10
+    for record in records:
+        labels = [contestant["label"] for contestant in record["contestants"]]
+        y += 22
+        parts.append(_text(10, y, f"{record['model']}, {record['precision']}", "title"))
+        x = 10
+        y += 22
+        for label, colour in zip(labels, _COLOURS, strict=False):
+            parts.append(f'<rect x="{x}" y="{y - 10}" width="10" height="10" rx="2" fill="{colour}"/>')
+            parts.append(_text(x + 15, y, label))
+            x += 30 + 7 * len(label)
+        y += _GAP
+        for case in summarise(record):
+            if case.turns:
+                bars, y = _bars(case, labels, y)
+                parts += bars
+    style = (
+        "text{font:12px system-ui,sans-serif;fill:#6b7280}.title{font-weight:600;font-size:14px}"
+        ".end{text-anchor:end}.tick{stroke:#fff;stroke-opacity:.65}"
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 10}" width="{_WIDTH}">'
+    return "\n".join([head, f"<style>{style}</style>", *parts, "</svg>"]) + "\n"
+
+
+def _bars(case: CaseSummary, labels: Sequence[str], y: int) -> tuple[list[str], int]:
+    """A group of bars from `y` on, and where it ends."""
+    medians = [statistics.median(case.speeds[label]) for label in labels]
+    fastest = max(max(case.speeds[label]) for label in labels)
+    middle = y + len(labels) * _BAR // 2 + 4
+    parts = [_text(_LEFT - 10, middle, case.name, "end")]
+    for label, median, colour in zip(labels, medians, _COLOURS, strict=False):
+        width = _SCALE * median / fastest
+        parts.append(
+            f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" rx="2" fill="{colour}"/>'
+        )
+        for speed in case.speeds[label]:
+            x = _LEFT + _SCALE * speed / fastest
+            parts.append(f'<path class="tick" d="M{x:.1f} {y + 3}v{_BAR - 8}"/>')
+        parts.append(
+            _text(
+                _LEFT + round(_SCALE * max(case.speeds[label]) / fastest) + 6, y + 10, f"{median:.1f} tok/s"
+            )
+        )
+        y += _BAR
+    return parts, y + _GAP
+
+
+def _text(x: int, y: int, text: str, kind: str = "") -> str:
+    return f'<text x="{x}" y="{y}" class="{kind}">{escape(text)}</text>'
