@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ostinato.ops.exact import sigmoid, silu, softplus
+from ostinato.ops.exact import sigmoid, silu, softmax, softplus
 
 PAIRS: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]], ...] = (
     (sigmoid, torch.sigmoid),
@@ -36,3 +36,13 @@ def test_extremes(
 ) -> None:
     x = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 200.0, 1e4])
     torch.testing.assert_close(ours(x), torchs(x), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 40, 300])
+def test_softmax_rows_stand_alone(width: int) -> None:
+    x = torch.randn(9, width, generator=torch.Generator().manual_seed(1)) * 6
+    x[3] = float("nan")
+    whole = softmax(x)
+    for i in range(9):
+        torch.testing.assert_close(softmax(x[i : i + 1])[0], whole[i], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(whole, torch.softmax(x, -1), rtol=4e-6, atol=1e-30, equal_nan=True)

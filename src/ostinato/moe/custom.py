@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.moe.scoring import divide_by_sum, softmax, top_k_ids
-from ostinato.ops.exact import sigmoid
+from ostinato.moe.scoring import divide_by_sum, top_k_ids
+from ostinato.ops.exact import sigmoid, softmax
 
 
 class CustomRoutingFunction(Protocol):

@@ -1,7 +1,7 @@
 """Scores and selections shared by all routers: what a logit is worth, and which experts win.
 
-Plain functions of fp32 tensors. A row depends on itself alone, bit for bit (see `ops.exact`). Knows
-nothing of padding. Invariant: ties go to the lowest expert id.
+Plain functions of fp32 tensors, in operations that a fused kernel can repeat bit for bit (see `ops.exact`). Knows
+nothing of padding. Invariant: ties go to the lowest expert id; a row depends on itself alone.
 """
 
 from __future__ import annotations
@@ -11,19 +11,14 @@ from types import MappingProxyType
 
 import torch
 
-from ostinato.ops.exact import sigmoid, softplus
+from ostinato.ops.exact import sigmoid, softmax, softplus
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dim, fp32."""
-    return torch.softmax(x, dim=-1)
-
-
 def sqrtsoftplus(x: torch.Tensor) -> torch.Tensor:
     """sqrt(log(1 + exp(x))), elementwise."""
-    return torch.sqrt(softplus(x))
+    return softplus(x).sqrt()
 
 
 def raw_logits(x: torch.Tensor) -> torch.Tensor:
