@@ -48,13 +48,14 @@ def rigs() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def rig(rigs: ModuleType, tiny: Callable[[str], Path]) -> Callable[..., Any]:
-    """rig(family, dtype) -> its rig, captured at start-up; shared, so leave it as it was."""
-    made: dict[tuple[str, str], Any] = {}
+    """rig(family, dtype, kernels) -> its rig, captured at start-up; shared, so leave it as it was."""
+    made: dict[tuple[str, ...], Any] = {}
 
-    def get(family: str, dtype: str = "float32") -> Any:
-        if (family, dtype) not in made:
-            made[family, dtype] = rigs.Rig(tiny(family), dtype)
-        return made[family, dtype]
+    def get(family: str, dtype: str = "float32", kernels: str = "reference") -> Any:
+        key = family, dtype, kernels
+        if key not in made:
+            made[key] = rigs.Rig(tiny(family), dtype, kernels=kernels)
+        return made[key]
 
     return get
 

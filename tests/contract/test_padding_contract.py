@@ -23,23 +23,28 @@ from ostinato.padding import StepMode, decide_shape
 
 Rigs = Callable[..., Any]
 MODELS = [
-    ("qwen3_moe", "float32"),
-    ("qwen3_moe", "bfloat16"),
-    ("qwen2_moe", "float32"),
-    ("phimoe", "float32"),
-    ("llama4", "bfloat16"),
-    ("llama", "float32"),
+    ("qwen3_moe", "float32", "reference"),
+    ("qwen2_moe", "bfloat16", "reference"),
+    ("phimoe", "float32", "reference"),
+    ("llama", "float32", "reference"),
+    ("qwen3_moe", "bfloat16", "numba"),
+    ("qwen2_moe", "float32", "numba"),
+    ("phimoe", "float32", "numba"),
+    ("llama4", "bfloat16", "numba"),
+    ("llama", "float32", "numba"),
 ]
-ids = [f"{family}-{dtype}" for family, dtype in MODELS]
+EACH_MODEL = pytest.mark.parametrize(
+    ("family", "dtype", "kernels"), MODELS, ids=["-".join(model) for model in MODELS]
+)
 
 
 # --- P1: every bucket, every number of rows -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "dtype"), MODELS, ids=ids)
-def test_p1_decode_steps(family: str, dtype: str, rig: Rigs, rigs: ModuleType) -> None:
+@EACH_MODEL
+def test_p1_decode_steps(family: str, dtype: str, kernels: str, rig: Rigs, rigs: ModuleType) -> None:
     """Every bucket, every n <= bucket, every poison. Real rows are equal in all buckets, hence also to each other."""
-    it = rig(family, dtype)
+    it = rig(family, dtype, kernels)
     order = torch.randperm(len(it.lengths), generator=torch.Generator().manual_seed(1)).tolist()
     for n in range(1, max(rigs.DECODE_BUCKETS) + 1):
         batch = it.decode(order[:n])
@@ -68,10 +73,10 @@ def prefill_spans(it: Any, n: int, seed: int) -> list[tuple[int, int, int]]:
     return spans
 
 
-@pytest.mark.parametrize(("family", "dtype"), MODELS, ids=ids)
-def test_p1_prefill_steps(family: str, dtype: str, rig: Rigs, rigs: ModuleType) -> None:
+@EACH_MODEL
+def test_p1_prefill_steps(family: str, dtype: str, kernels: str, rig: Rigs, rigs: ModuleType) -> None:
     """Every number of rows in its own bucket and in the largest; poisons and kinds of steps take turns."""
-    it = rig(family, dtype)
+    it = rig(family, dtype, kernels)
     largest = max(rigs.PREFILL_BUCKETS)
     for n in range(1, largest + 1):
         mode = StepMode.MIXED if n % 3 == 0 else StepMode.EXTEND
@@ -86,9 +91,10 @@ def test_p1_prefill_steps(family: str, dtype: str, rig: Rigs, rigs: ModuleType) 
                 assert not found, (n, bucket, way, poison)
 
 
-def test_i7_mixed_decode_rows_have_the_bits_of_decode_steps(rig: Rigs) -> None:
+@pytest.mark.parametrize("kernels", ["reference", "numba"])
+def test_i7_mixed_decode_rows_have_the_bits_of_decode_steps(kernels: str, rig: Rigs) -> None:
     """The same tokens as a decode step and as rows of one in a prefill graph: one head on both gives equal logits."""
-    it = rig("qwen2_moe")
+    it = rig("qwen2_moe", "float32", kernels)
     requests = [4, 0, 2]
     want = it.clean(it.decode(requests)).outputs
     it.restore()
@@ -100,27 +106,29 @@ def test_i7_mixed_decode_rows_have_the_bits_of_decode_steps(rig: Rigs) -> None:
 # --- P2: capture freezes no context -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "dtype"), MODELS, ids=ids)
-def test_p2_f13_f14_graphs_captured_on_short_contexts(family: str, dtype: str, rig: Rigs) -> None:
+@EACH_MODEL
+def test_p2_f13_f14_graphs_captured_on_short_contexts(
+    family: str, dtype: str, kernels: str, rig: Rigs
+) -> None:
     """All graphs were captured with contexts of one token. Replayed: whole, behind a prefix hit, as chunks, decoded."""
-    it = rig(family, dtype)
+    it = rig(family, dtype, kernels)
     it.restore()
     last = len(it.lengths) - 1
-    whole = it.alone(it.extend([(last, 0, 41)]))  # through the pages that it shares, on identical tokens
+    whole = it.alone(it.extend([(last, 0, 49)]))  # through the pages that it shares, on identical tokens
     it.restore()
-    hit = it.padded(it.extend([(last, 24, 16)]), 16)
-    assert torch.equal(hit, whole[24:40]), "a suffix behind cached pages of another request"
+    hit = it.padded(it.extend([(last, 32, 16)]), 16)
+    assert torch.equal(hit, whole[32:48]), "a suffix behind cached pages of another request"
     it.restore()
-    for start, count, bucket in ((24, 5, 8), (29, 8, 8), (37, 4, 4)):
+    for start, count, bucket in ((32, 5, 8), (37, 8, 8), (45, 4, 4)):
         chunk = it.padded(it.extend([(last, start, count)]), bucket)[:count]
         assert torch.equal(chunk, whole[start : start + count]), "a later chunk"
-    logits = it.worker._head(whole, [40]).clone()
-    it.lengths[last] = 40
+    logits = it.worker._head(whole, [48]).clone()
+    it.lengths[last] = 48
     try:
         for bucket in (1, 2, 8):
             assert torch.equal(it.padded(it.decode([last]), bucket)[:1], logits), "a long context decoded"
     finally:
-        it.lengths[last] = 24
+        it.lengths[last] = 32
 
 
 def test_f7_one_capture_many_inputs(rig: Rigs) -> None:

@@ -23,12 +23,15 @@ LENGTHS = (1, 23, 70, 40, 37)
 """Five prompts, so that the decode bucket of eight has pads."""
 SHARED = ((2, 64), (3, 33), (4, 37))
 """Prompts of the second round: (prompt of the first round, tokens in common); the last one comes again as it was."""
-PAGE = 8
+PAGE = 16
 CHUNK = 16
 MODES = [
-    pytest.param(graph, chunk, id=f"{graph}-{'chunks' if chunk else 'whole'}")
-    for graph in ("eager", "tape")
-    for chunk in (0, CHUNK)
+    ("numba", "eager", 0),
+    ("numba", "eager", CHUNK),
+    ("numba", "tape", 0),
+    ("numba", "tape", CHUNK),
+    ("reference", "eager", 0),
+    ("reference", "tape", CHUNK),
 ]
 
 
@@ -93,7 +96,9 @@ def check(outputs: list[RequestOutput], answers: list[Answer]) -> None:
                 assert entry.logprob == pytest.approx(float(row[candidate]), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize(("graph", "chunk"), MODES)
+@pytest.mark.parametrize(
+    ("kernels", "graph", "chunk"), MODES, ids=[f"{k}-{g}-{'chunks' if c else 'whole'}" for k, g, c in MODES]
+)
 @pytest.mark.parametrize(
     "family",
     [
@@ -112,13 +117,19 @@ def check(outputs: list[RequestOutput], answers: list[Answer]) -> None:
 )
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(
     family: str,
+    kernels: str,
     graph: str,
     chunk: int,
     checkpoint: Callable[[str], Path],
     answers: Callable[[str], tuple[list[Answer], list[Answer]]],
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=5)
-    options: dict[str, Any] = {"graph": graph, "chunked_prefill_size": chunk, "page_size": PAGE}
+    options: dict[str, Any] = {
+        "kernels": kernels,
+        "graph": graph,
+        "chunked_prefill_size": chunk,
+        "page_size": PAGE,
+    }
     first, second = answers(family)
     with LLM(
         str(checkpoint(family)),
