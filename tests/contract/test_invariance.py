@@ -16,6 +16,7 @@ from ostinato import LLM, SamplingParams
 from ostinato.engine.engine import Engine
 
 NEW_TOKENS = 8
+PAGES = {"reference": 4, "numba": 16}
 TEXTS = (
     "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of",
     "In the beginning",
@@ -49,6 +50,7 @@ class Serving:
 
     engine: Engine
     prompts: list[list[int]]
+    page: int
 
     def run(self, order: list[int], *, arrivals: int | None = None) -> tuple[Tokens, dict[int, int]]:
         """Tokens and cached prompt tokens of the requests of `order`; `arrivals` of them before each step, or all."""
@@ -75,26 +77,34 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[..., Serving]]:
-    """serve(dtype, **options) -> a serving, made once for the same options."""
+    """serve(kernels, dtype, **options) -> a serving, made once for the same options.
+
+    Pages are as small as the kernels take them; `chunk_pages` is the size of prefill chunks in pages.
+    """
     made: dict[str, tuple[LLM, Serving]] = {}
 
-    def get(dtype: str, **options: Any) -> Serving:
-        key = f"{dtype} {sorted(options.items())}"
+    def get(
+        kernels: str, dtype: str, *, chunk_pages: int = 0, kv_tokens: int = 4096, **options: Any
+    ) -> Serving:
+        key = f"{kernels} {dtype} {chunk_pages} {kv_tokens} {sorted(options.items())}"
         if key not in made:
+            page = PAGES[kernels]
             llm = LLM(
+                kernels=kernels,
                 dtype=dtype,
                 threads=1,
                 progress=False,
                 **{
-                    "page_size": 4,
+                    "page_size": page,
+                    "num_pages": kv_tokens // page + 1,
                     "context_length": 128,
                     "max_running_requests": 16,
-                    "chunked_prefill_size": 0,
+                    "chunked_prefill_size": chunk_pages * page,
                     "graph": "eager",
                     **options,
                 },
             )
-            made[key] = llm, Serving(llm.engine, [llm.tokenizer.encode(text) for text in TEXTS])
+            made[key] = llm, Serving(llm.engine, [llm.tokenizer.encode(text) for text in TEXTS], page)
         return made[key][1]
 
     yield get
@@ -103,66 +113,64 @@ def serve() -> Iterator[Callable[..., Serving]]:
 
 
 @pytest.fixture(scope="module")
-def alone(serve: Callable[..., Serving]) -> Callable[[str], Tokens]:
-    """alone(dtype) -> tokens of each request by itself: eager, prefilled whole, nothing cached."""
-    made: dict[str, Tokens] = {}
+def alone(serve: Callable[..., Serving]) -> Callable[[str, str], Tokens]:
+    """alone(kernels, dtype) -> tokens of each request by itself: eager, prefilled whole, nothing cached."""
+    made: dict[tuple[str, str], Tokens] = {}
 
-    def get(dtype: str) -> Tokens:
-        if dtype not in made:
-            serving = serve(dtype, enable_prefix_caching=False)
-            made[dtype] = {}
+    def get(*key: str) -> Tokens:
+        if key not in made:
+            serving = serve(*key, enable_prefix_caching=False)
+            tokens: Tokens = {}
             for index in range(len(TEXTS)):
-                made[dtype] |= serving.run([index])[0]
-            assert len(set(made[dtype].values())) == len(TEXTS), "ten requests that all differ"
-        return made[dtype]
+                tokens |= serving.run([index])[0]
+            assert len(set(tokens.values())) == len(TEXTS), "ten requests that all differ"
+            made[key] = tokens
+        return made[key]
 
     return get
 
 
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+NUMERICS = pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [("reference", "float32"), ("numba", "float32"), ("numba", "bfloat16")],
+    ids=["reference-float32", "numba-float32", "numba-bfloat16"],
+)
 
 
-@DTYPES
-def test_any_number_of_mates(dtype: str, serve: Any, alone: Callable[[str], Tokens]) -> None:
+@NUMERICS
+def test_any_number_of_mates(kernels: str, dtype: str, serve: Any, alone: Any) -> None:
     """Alone and beside 1 to 9 others, in the middle of them."""
-    serving = serve(dtype, graph="tape", chunked_prefill_size=32)
+    serving = serve(kernels, dtype, graph="tape", chunk_pages=2)
     for mates in range(len(TEXTS)):
         order = [(mates + i) % len(TEXTS) for i in range(mates + 1)]
         serving.forget()
         tokens, _ = serving.run(order[::-1])
-        assert tokens == {index: alone(dtype)[index] for index in order}
+        assert tokens == {index: alone(kernels, dtype)[index] for index in order}
     stats = serving.engine.stats()["graph"]["decode"]
     assert stats["replays"] > 0
     assert stats["pad_rows"] > 0
 
 
-@DTYPES
+@NUMERICS
 @pytest.mark.parametrize(
     "options",
     [
-        {"graph": "eager", "chunked_prefill_size": 4},
-        {"graph": "tape", "chunked_prefill_size": 4},
-        {"graph": "tape", "chunked_prefill_size": 12},
-        {"graph": "eager", "chunked_prefill_size": 20, "mixed_prefill": True},
-        {"graph": "tape", "chunked_prefill_size": 20, "mixed_prefill": True},
-        {"graph": "tape", "chunked_prefill_size": 0, "capture": "startup", "prefill_buckets": (16, 64, 128)},
-        {"graph": "tape", "chunked_prefill_size": 32, "max_running_requests": 3, "num_pages": 20},
+        {"graph": "eager", "chunk_pages": 1},
+        {"graph": "tape", "chunk_pages": 1},
+        {"graph": "tape", "chunk_pages": 2},
+        {"graph": "eager", "chunk_pages": 2, "mixed_prefill": True},
+        {"graph": "tape", "chunk_pages": 3, "mixed_prefill": True},
+        {"graph": "tape", "capture": "startup", "prefill_buckets": (16, 64, 128)},
+        {"graph": "tape", "chunk_pages": 4, "max_running_requests": 3, "kv_tokens": 80},
     ],
-    ids=[
-        "eager-4",
-        "tape-4",
-        "tape-12",
-        "eager-20-mixed",
-        "tape-20-mixed",
-        "tape-whole",
-        "tape-little-memory",
-    ],
+    ids=["eager-1", "tape-1", "tape-2", "eager-2-mixed", "tape-3-mixed", "tape-whole", "tape-little-memory"],
 )
 def test_any_chunking_order_and_cache_state(
-    dtype: str, options: dict[str, Any], serve: Any, alone: Callable[[str], Tokens]
+    kernels: str, dtype: str, options: dict[str, Any], serve: Any, alone: Any
 ) -> None:
-    serving = serve(dtype, **options)
-    want = alone(dtype)
+    serving = serve(kernels, dtype, **options)
+    serving.forget()
+    want = alone(kernels, dtype)
     order = list(range(len(TEXTS)))
     cold, cached = serving.run(order)
     assert cold == want
@@ -172,16 +180,16 @@ def test_any_chunking_order_and_cache_state(
     assert sum(cached.values()) > 0
     shuffled, _ = serving.run([3, 8, 0, 5, 1, 9, 2, 7, 6, 4], arrivals=2)
     assert shuffled == want
-    if options.get("num_pages"):
+    if options.get("kv_tokens"):
         assert serving.engine.stats()["scheduler"].get("admission_no_token", 0) > 0, "memory was short"
 
 
-@DTYPES
-def test_a_hit_of_any_length(dtype: str, serve: Any, alone: Callable[[str], Tokens]) -> None:
+@NUMERICS
+def test_a_hit_of_any_length(kernels: str, dtype: str, serve: Any, alone: Any) -> None:
     """The same request behind cached prefixes of every length, and all of it cached (a prefill of one page)."""
-    serving = serve(dtype, graph="tape", chunked_prefill_size=32)
+    serving = serve(kernels, dtype, graph="tape", chunk_pages=2)
     prompt = serving.prompts[0]
-    for length in [*range(0, len(prompt), 4), len(prompt)]:
+    for length in [*range(0, len(prompt), serving.page), len(prompt)]:
         serving.forget()
         if length:
             engine = serving.engine
@@ -189,16 +197,17 @@ def test_a_hit_of_any_length(dtype: str, serve: Any, alone: Callable[[str], Toke
             while engine.has_work:
                 engine.step()
         tokens, cached = serving.run([0])
-        assert cached[0] == min(length, len(prompt) - 1) // 4 * 4
-        assert tokens[0] == alone(dtype)[0]
+        assert cached[0] == min(length, len(prompt) - 1) // serving.page * serving.page
+        assert tokens[0] == alone(kernels, dtype)[0]
 
 
-@DTYPES
-def test_a_retracted_request_goes_on_as_if_nothing_had_happened(dtype: str, serve: Any) -> None:
+@NUMERICS
+def test_a_retracted_request_goes_on_as_if_nothing_had_happened(kernels: str, dtype: str, serve: Any) -> None:
     """Three requests that outgrow the cache: one is sent back, and prefills what it had generated."""
     answers = []
-    for options in ({}, {"num_pages": 36}):
-        engine = serve(dtype, graph="tape", enable_prefix_caching=False, **options).engine
+    # Whole pages for each: 3 * 52 tokens, or 3 * 64; admission hopes for fewer.
+    for options in ({}, {"kv_tokens": {"reference": 144, "numba": 176}[kernels]}):
+        engine = serve(kernels, dtype, graph="tape", enable_prefix_caching=False, **options).engine
         finished: dict[str, tuple[int, ...]] = {}
         for seed in range(3):
             length = SamplingParams(max_tokens=48, min_tokens=48, temperature=0.7 * seed, seed=seed)
@@ -211,19 +220,19 @@ def test_a_retracted_request_goes_on_as_if_nothing_had_happened(dtype: str, serv
     assert answers[0] == answers[1]
 
 
-def test_f41_unseeded_mates_disturb_nobody(serve: Any, alone: Callable[[str], Tokens]) -> None:
+def test_f41_unseeded_mates_disturb_nobody(serve: Any, alone: Any) -> None:
     """F41: a seeded request beside requests that use the engine's seed."""
-    serving = serve("float32", graph="tape", chunked_prefill_size=32)
+    serving = serve("numba", "float32", graph="tape", chunk_pages=2)
     engine = serving.engine
     for index in (3, 6):
         engine.submit(serving.prompts[index], SamplingParams(temperature=1.3, max_tokens=5))
     tokens, _ = serving.run([1, 4])
-    assert tokens == {index: alone("float32")[index] for index in (1, 4)}
+    assert tokens == {index: alone("numba", "float32")[index] for index in (1, 4)}
 
 
 def test_tokens_depend_on_what_they_should(serve: Any) -> None:
     """Not the same by being constant: another seed, another prompt, another temperature."""
-    serving = serve("float32", graph="tape", chunked_prefill_size=32)
+    serving = serve("numba", "float32", graph="tape", chunk_pages=2)
     engine = serving.engine
     seen = set()
     for prompt, options in ((0, {"seed": 1}), (0, {"seed": 2}), (2, {"seed": 1}), (0, {"temperature": 0})):
@@ -238,7 +247,7 @@ def test_tokens_depend_on_what_they_should(serve: Any) -> None:
 
 def test_a_kernel_that_feels_its_mates_is_caught(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests can fail: arithmetic that depends on the number of rows changes tokens."""
-    serving = serve("float32", chunked_prefill_size=124)
+    serving = serve("reference", "float32", chunk_pages=31)
     ops = type(serving.engine.worker.model.ops)
     right = ops.linear
 
