@@ -14,10 +14,13 @@ from ostinato.graphs.stream import Stream
 from ostinato.graphs.tape import TapeBackend
 from ostinato.moe.custom import CUSTOM_ROUTING_FUNCTIONS, InternS1ProRouting
 from ostinato.moe.export import RoutedExpertsExport
+from ostinato.moe.fused import routing_rule
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.placement import ExpertPlacement
 from ostinato.moe.routers import ROUTERS, Router, router_for
 from ostinato.moe.routing import TopKConfig, select_experts
+from ostinato.ops.cpu.isa import PORTABLE
+from ostinato.ops.cpu.opset import open_numba_ops
 from ostinato.padding import PadContract, check_pad_contracts
 
 E, K, H = 32, 8, 6
@@ -109,6 +112,35 @@ def test_pads_go_nowhere_and_real_rows_do_not_notice(
     num_slots = shared + (E if placement is None else placement.num_physical)
     assert bool(((ids[:n] >= 0) & (ids[:n] < num_slots)).all())
     assert all(len(set(row)) == config.top_k for row in ids[:n].tolist()), "ids of a real row are distinct"
+
+
+@pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if c.custom_routing_function is None])
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("poison", POISON)
+def test_the_fused_twin_masks_pads_as_the_post_process_does(name: str, shared: int, poison: float) -> None:
+    """One kernel in place of every router but the custom ones: the same ids, weights and load, pads nowhere."""
+    config = _with_shared(CONFIGS[name], shared)
+    rule = routing_rule(config, E)
+    assert rule is not None
+    fused = open_numba_ops(isa=PORTABLE).routing_kernel(rule)
+    assert fused is not None
+    count = torch.tensor([0], dtype=torch.int32)
+    weights, ids = torch.empty(20, config.top_k), torch.empty(20, config.top_k, dtype=torch.int32)
+    for n in (20, 1, 0, 13):
+        hidden, logits = _inputs(20, n, poison, seed=n)
+        loads = [ExpertLoad(1, E) for _ in range(2)]
+        for load in loads:
+            load.set_live(True)
+        count.fill_(n)
+        weights.fill_(float("nan"))
+        ids.fill_(7)
+        fused(logits, weights, ids, count, loads[0].counts[0], loads[0].live)
+        want, want_ids = select_experts(hidden, logits, config, num_token_non_padded=count, load=loads[1])
+        assert torch.equal(ids, want_ids)
+        assert torch.equal(weights, want)
+        assert torch.equal(loads[0].snapshot(), loads[1].snapshot())
+        assert bool((ids[n:] == -1).all())
+        assert bool((weights[n:] == 0).all())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

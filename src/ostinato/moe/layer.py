@@ -15,12 +15,13 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.stream import Stream
 from ostinato.graphs.workspace import Workspace
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
+from ostinato.moe.fused import fused_routing
 from ostinato.moe.mask import mask_pad_rows_
 from ostinato.moe.placement import ExpertPlacement
 from ostinato.moe.routers import router_for
 from ostinato.moe.routing import Consumers, select_experts_into
 from ostinato.moe.topk import TopKConfig
-from ostinato.ops.opset import OpSet, PackedExperts, PackedLinear
+from ostinato.ops.opset import OpSet, PackedExperts, PackedLinear, RoutingKernel
 from ostinato.padding import PadContract, check_pad_contracts
 
 
@@ -84,6 +85,7 @@ class MoELayer:
     placement: ExpertPlacement | None = None
     dispatcher: Dispatcher = field(default_factory=LocalDispatcher)
     consumers: Consumers = field(default_factory=Consumers)
+    _fused: RoutingKernel | None = field(init=False)
 
     def __post_init__(self) -> None:
         undeclared = PadContract(f"{self.ops.name}.moe_experts")
@@ -107,6 +109,8 @@ class MoELayer:
                 f"routed_scaling_factor {factor} would be lost: the layer does not scale its output; set "
                 "apply_routed_scaling_factor_on_output=True"
             )
+        fused = fused_routing(self.ops, self.topk, num_routed, self.placement, self.consumers)
+        object.__setattr__(self, "_fused", fused)
 
     def forward(
         self,
@@ -130,17 +134,7 @@ class MoELayer:
         counts = (num_token_non_padded, gathered_counts, rows_per_slot)
 
         stream.launch(self.ops.linear, x, self.router, router_logits)
-        stream.launch(
-            select_experts_into,
-            topk_weights,
-            topk_ids,
-            x,
-            router_logits,
-            self.topk,
-            *counts,
-            self.placement,
-            self.consumers,
-        )
+        self._route(stream, x, router_logits, topk_weights, topk_ids, counts)
         sent = self.dispatcher.dispatch(stream, x, topk_weights, topk_ids, out)
         stream.launch(
             self.ops.moe_experts,
@@ -155,6 +149,33 @@ class MoELayer:
         if self.shared is not None:
             self._add_shared(stream, self.shared, x, out)
             stream.launch(mask_pad_rows_, out, num_token_non_padded, 0.0, gathered_counts, rows_per_slot)
+
+    def _route(
+        self,
+        stream: Stream,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        counts: tuple[torch.Tensor | None, torch.Tensor | None, int | None],
+    ) -> None:
+        """One launch: the fused kernel where it serves this layer and these counts, else `select_experts`."""
+        load = self.consumers.load
+        if self._fused is not None and counts[1] is None:
+            counters = (None, None) if load is None else (load.counts[self.consumers.layer_id], load.live)
+            stream.launch(self._fused, router_logits, topk_weights, topk_ids, counts[0], *counters)
+        else:
+            stream.launch(
+                select_experts_into,
+                topk_weights,
+                topk_ids,
+                x,
+                router_logits,
+                self.topk,
+                *counts,
+                self.placement,
+                self.consumers,
+            )
 
     def _add_shared(self, stream: Stream, shared: SharedExpert, x: torch.Tensor, out: torch.Tensor) -> None:
         """out += shared expert of x. Pads get values here; the caller zeroes them afterwards."""

@@ -3,9 +3,10 @@
     route (any router) -> scale -> remap logical to physical -> mask pads -> export, load -> shared experts
 
 Everything after the router is `post_process`, the only place where expert ids of pads are masked; no router
-can leave it out, on any device and in any parallel layout. Knows nothing of graphs or models. Invariant:
-after it, pad rows have id -1 and weight 0 in every column, whatever the router made of them, without a host
-read.
+can leave it out, on any device and in any parallel layout. An op set may run all of this as one kernel, the fused
+twin, where `moe.fused` says so; tests hold the two together bit for bit. Knows nothing of graphs or models.
+Invariant: after it, pad rows have id -1 and weight 0 in every column, whatever the router made of them, without a
+host read.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 import torch
 
-from ostinato.ops.exact import sigmoid, softmax, softplus
+from ostinato.ops.exact import sigmoid, softmax, softplus, sqrt
 
 _TINY = torch.finfo(torch.float32).tiny
 
 
 def sqrtsoftplus(x: torch.Tensor) -> torch.Tensor:
     """sqrt(log(1 + exp(x))), elementwise."""
-    return softplus(x).sqrt()
+    return sqrt(softplus(x))
 
 
 def raw_logits(x: torch.Tensor) -> torch.Tensor:

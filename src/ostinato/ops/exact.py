@@ -68,6 +68,11 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
     return x.clamp_min(0.0) + (s + s) * (series * square + 1.0)
 
 
+def sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Square root of fp32, rounded correctly, which torch's own on CPU is not."""
+    return x.double().sqrt().float()
+
+
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """Softmax of fp32 [N, E] over E."""
     powers = exp(x - x.amax(-1, keepdim=True))

@@ -9,6 +9,7 @@ whatever the other rows hold, NaN included), so pad rows can be computed as data
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -34,6 +35,47 @@ class PackedExperts(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def intermediate_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutingRule:
+    """How experts are chosen from router logits: `moe.TopKConfig` in the terms of a kernel.
+
+    num_shared: columns behind the chosen ones, of experts that every row uses (ids from num_experts on).
+    shared_weight: theirs; without `renormalize` it is multiplied by the sum of the row's weights.
+    scale: what the chosen experts' weights are multiplied with, last.
+    """
+
+    num_experts: int
+    num_routed: int
+    scoring_func: str
+    renormalize: bool
+    correction_bias: torch.Tensor | None = None
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    scale: float = 1.0
+    num_shared: int = 0
+    shared_weight: float = 1.0
+
+
+class RoutingKernel(Protocol):
+    """Routing in one launch."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        live: torch.Tensor | None,
+        load: torch.Tensor | None,
+        load_live: torch.Tensor | None,
+        /,
+    ) -> None:
+        """logits fp32 [T, E] -> weights fp32 [T, K], ids int32 [T, K]; rows at or past `live` weigh 0, with id -1.
+
+        Adds the int64 `load_live` to load[e], int64 [>= E], for each choice of expert e.
+        """
+        ...
 
 
 class OpSet(Protocol):
@@ -62,6 +104,10 @@ class OpSet(Protocol):
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         """Pack `gate_up` [E, 2I, H] (gate rows first) and `down` [E, H, I]."""
+        ...
+
+    def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
+        """A kernel that has the bits of `moe.routing` for this rule, or None: route by torch ops."""
         ...
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:

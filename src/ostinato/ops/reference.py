@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import layer_norm
 
 from ostinato.ops.exact import sigmoid, silu
-from ostinato.ops.opset import PackedExperts, PackedLinear
+from ostinato.ops.opset import PackedExperts, PackedLinear, RoutingKernel, RoutingRule
 from ostinato.padding import PadContract, align_up
 
 ROW_BLOCK = 8
@@ -111,6 +111,9 @@ class ReferenceOps:
 
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ReferenceExperts:
         return ReferenceExperts(gate_up.contiguous(), down.contiguous())
+
+    def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
+        return None  # `moe.routing` itself is the reference
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
         torch.index_select(table, 0, ids.clamp(0, table.shape[0] - 1), out=out)

@@ -1,4 +1,4 @@
-"""Numba intrinsics for calls by address, memory on the stack, and fp32 values: what drivers of kernels need.
+"""Numba intrinsics for calls by address and memory on the stack: what drivers of kernels need.
 
 With `memory` (loads and stores) and `vector_ir` (vectors) this is all that drivers use beyond plain integer
 loops. Knows nothing of matrices. Invariant: nothing here allocates, raises or touches Python.
@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ostinato.ops.cpu.vector_ir import F32, I8, I32, I64, POINTER
+from ostinato.ops.cpu.vector_ir import I8, I32, I64, POINTER
 
 _Signature = tuple[Any, Any]
 SCRATCH_BYTES = 2048
@@ -102,13 +102,3 @@ def stack_scratch(typing_context: Any) -> _Signature:
         return builder.and_(address, ir.Constant(I64, -64))
 
     return types.int64(), emit
-
-
-@intrinsic
-def load_f32(typing_context: Any, address: Any) -> _Signature:
-    """The fp32 at `address`."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], POINTER), typ=F32, align=4)
-
-    return types.float32(types.int64), emit

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ostinato.ops.cpu.vector_ir import I32, I64, POINTER
+from ostinato.ops.cpu.vector_ir import F32, I32, I64, POINTER
 
 _Signature = tuple[Any, Any]
 
@@ -46,6 +46,38 @@ def store_i64(typing_context: Any, value: Any, address: Any) -> _Signature:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def store_i32(typing_context: Any, value: Any, address: Any) -> _Signature:
+    """Write the low half of an int64 to the int32 at `address`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[0], I32), builder.inttoptr(args[1], POINTER), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def load_f32(typing_context: Any, address: Any) -> _Signature:
+    """The fp32 at `address`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], POINTER), typ=F32, align=4)
+
+    return types.float32(types.int64), emit
+
+
+@intrinsic
+def store_f32(typing_context: Any, value: Any, address: Any) -> _Signature:
+    """Write an fp32 to `address`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[0], builder.inttoptr(args[1], POINTER), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), emit
 
 
 @intrinsic

@@ -18,9 +18,12 @@ from ostinato.ops.cpu.elementwise import ElementwiseOps
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
 from ostinato.ops.cpu.launch import Runtime, open_runtime
 from ostinato.ops.cpu.linear import Linear, LinearWeights
+from ostinato.ops.cpu.native import NativeLibrary
 from ostinato.ops.cpu.packing import Packer, pack_bias
+from ostinato.ops.cpu.routing import Routing, score_library, supports
 from ostinato.ops.cpu.row_ops import RowOps
 from ostinato.ops.cpu.scratch import Scratch
+from ostinato.ops.opset import RoutingKernel, RoutingRule
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import PadContract
 
@@ -39,6 +42,7 @@ class NumbaOps:
         self._packed_dtype = None if quantization is None else torch.int8
         self.scratch = Scratch()
         self._packer = Packer(runtime)
+        self._scores: NativeLibrary | None = None
         rows, elements, reference = RowOps(runtime), ElementwiseOps(runtime), ReferenceOps()
         self.linear = Linear(runtime, self.scratch)
         self.linear_add = Linear(runtime, self.scratch, add=True)
@@ -51,6 +55,12 @@ class NumbaOps:
         self.sigmoid_gated_add, self.clamp = elements.sigmoid_gated_add, elements.clamp
         self.embedding, self.gather_rows = elements.embedding, elements.gather_rows
         self.scale_by_position = reference.scale_by_position
+
+    def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
+        if not supports(rule):
+            return None
+        self._scores = self._scores or score_library(self.runtime)
+        return Routing(self.runtime, self.scratch, self._scores, rule)
 
     @property
     def name(self) -> str:
