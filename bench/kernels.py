@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from ostinato.ops.cpu.linear import Linear, LinearWeights
 from ostinato.ops.cpu.packing import empty_panels, pack_bias
 from ostinato.ops.cpu.scratch import Scratch
 
-COLD_BYTES = 192 * 2**20  # weights a kernel walks through, so that none is in a cache when its turn comes
+COLD_BYTES = 256 * 2**20  # weights a kernel walks through, so that none is in a cache when its turn comes
 NAMES = {torch.bfloat16: "bf16", torch.int8: "int8"}
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE = 64, 8, 1024, 512
 
@@ -42,27 +42,12 @@ class Case:
     operations: float
 
 
-def seconds(run: Callable[[], None], turns: int) -> float:
-    """Best of three averages over `turns` calls."""
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(turns):
-            run()
-        best = min(best, (time.perf_counter() - start) / turns)
-    return best
-
-
-def case_seconds(case: Case) -> float:
-    best = float("inf")
-    turns = max(1, 64 // len(case.launches)) if case.num_bytes < 2**22 else 1
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(turns):
-            for launch in case.launches:
-                launch()
-        best = min(best, (time.perf_counter() - start) / turns / len(case.launches))
-    return best
+def seconds(runs: Iterable[Callable[[], None]]) -> float:
+    """One pass over `runs`: no repetition, which would find caches warm, and no choice among passes."""
+    start = time.perf_counter()
+    for run in runs:
+        run()
+    return time.perf_counter() - start
 
 
 def linear_cases(runtime: Runtime, dtype: torch.dtype) -> Iterator[Case]:
@@ -117,7 +102,7 @@ def moe_cases(runtime: Runtime, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def measure(runtime: Runtime, cases: list[Case], rounds: int) -> list[dict[str, float | str]]:
-    buffer = torch.empty(COLD_BYTES + 8192, dtype=torch.uint8)
+    buffer = torch.empty(2 * COLD_BYTES + 8192, dtype=torch.uint8)
     prefer_huge_pages(buffer)
     buffer = buffer[-buffer.data_ptr() % 64 :].zero_()
     read, read_bytes = read_ceiling(runtime, buffer)
@@ -128,10 +113,11 @@ def measure(runtime: Runtime, cases: list[Case], rounds: int) -> list[dict[str, 
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
-            bandwidth = read_bytes / seconds(read, 1)
+            # Reading comes first: it also drives the kernel's weights out of the caches.
+            bandwidth = read_bytes / seconds([read])
             peak, operations = arithmetic[case.dtype]
-            flops = operations / seconds(peak, 1)
-            spent = case_seconds(case)
+            flops = operations / seconds([peak])
+            spent = seconds(case.launches) / len(case.launches)
             bandwidths.append(bandwidth)
             peaks[case.dtype].append(flops)
             times[case.name].append(spent)
@@ -156,7 +142,8 @@ def measure(runtime: Runtime, cases: list[Case], rounds: int) -> list[dict[str, 
                 "GB/s": round(case.num_bytes / spent / 1e9, 1),
                 "GFLOP/s": round(case.operations / spent / 1e9, 1),
                 "share": round(statistics.median(shares[case.name]), 3),
-                "best": round(max(shares[case.name]), 3),
+                "least": round(min(shares[case.name]), 3),
+                "most": round(max(shares[case.name]), 3),
             }
         )
     return results
