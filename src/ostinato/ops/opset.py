@@ -82,6 +82,9 @@ class OpSet(Protocol):
     """Kernels of a decoder. T = rows, H = hidden size, D = head dim, E = experts, K = experts per row.
 
     Activations are contiguous in their last dimension; rows may be strided (views of a fused buffer).
+
+    `live` is an int32 tensor of one element that counts the leading rows wanted, None for all: rows at or past it cost
+    nothing, are never read, and come out zero; where a kernel works in place they stay as they are.
     """
 
     @property
@@ -102,6 +105,10 @@ class OpSet(Protocol):
         """
         ...
 
+    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """Pack gate and up `weight` [2I, K], gate rows first: `linear` by it writes silu(gate) * up, [T, I]."""
+        ...
+
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
         """Pack `gate_up` [E, 2I, H] (gate rows first) and `down` [E, H, I]."""
         ...
@@ -114,7 +121,14 @@ class OpSet(Protocol):
         """out[t] = table[ids[t]]; ids int64 [T], clamped into the table [V, H]; out [T, H]."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
+    ) -> None:
         """RMS norm of the last dimension in fp32, cast, then scaled by `weight` (None: not scaled).
 
         [T, H] for the norm of a row, [T, heads, D] for a norm of each head; out may be x.
@@ -122,13 +136,25 @@ class OpSet(Protocol):
         ...
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
     ) -> None:
         """residual += x, then out = rms_norm(residual); all [T, H]."""
         ...
 
     def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
     ) -> None:
         """Layer norm with bias over the last dimension, computed in fp32."""
         ...
@@ -141,12 +167,15 @@ class OpSet(Protocol):
         bias: torch.Tensor,
         eps: float,
         out: torch.Tensor,
+        live: torch.Tensor | None = None,
     ) -> None:
         """residual += x, then out = layer_norm(residual); all [T, H]."""
         ...
 
-    def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor) -> None:
-        """out [T, N] = x [T, K] @ weight.T + bias."""
+    def linear(
+        self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor, live: torch.Tensor | None = None
+    ) -> None:
+        """out [T, N] = x [T, K] @ weight.T + bias; by a gated weight silu(gate) * up of them, in fp32."""
         ...
 
     def rope(
@@ -156,6 +185,7 @@ class OpSet(Protocol):
         positions: torch.Tensor,
         table: torch.Tensor,
         interleaved: bool,
+        live: torch.Tensor | None = None,
     ) -> None:
         """Rotate q [T, Hq, D] and k [T, Hkv, D] in place, in fp32.
 
@@ -163,6 +193,25 @@ class OpSet(Protocol):
         are (i, i + R/2), or (2i, 2i + 1) when `interleaved`. Positions int64 [T]; those of pad rows are
         clamped.
         """
+        ...
+
+    def norm_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        interleaved: bool,
+        live: torch.Tensor | None = None,
+    ) -> None:
+        """`rms_norm` of every head of q and k, then `rope`, in place; weights [D]."""
+        ...
+
+    def argmax(self, x: torch.Tensor, out: torch.Tensor, live: torch.Tensor | None = None) -> None:
+        """out[t] (int64 [T]) = index of the largest value of x [T, V]: the lowest among equals, NaN never."""
         ...
 
     def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:

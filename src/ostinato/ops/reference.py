@@ -23,10 +23,11 @@ ROW_BLOCK = 8
 
 @dataclass(frozen=True, slots=True)
 class ReferenceLinear:
-    """Plain [N, K] weight and [N] bias, in the dtype the product is computed in."""
+    """Plain [N, K] weight and [N] bias, in the dtype the product is computed in; gated: gate rows, then up rows."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    gated: bool = False
 
     @property
     def in_features(self) -> int:
@@ -34,7 +35,7 @@ class ReferenceLinear:
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[0]
+        return self.weight.shape[0] // 2 if self.gated else self.weight.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,11 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
         x[..., :rotary] = torch.cat(turned, dim=-1)
 
 
+def live_rows(x: torch.Tensor, live: torch.Tensor | None) -> int:
+    """Rows of x to compute. Reads the count on the host: it is called inside kernels alone."""
+    return x.shape[0] if live is None else min(max(int(live), 0), x.shape[0])
+
+
 class ReferenceOps:
     """`OpSet` in plain torch; see the protocol for what each kernel computes."""
 
@@ -109,6 +115,9 @@ class ReferenceOps:
         dtype = torch.promote_types(weight.dtype, out_dtype or weight.dtype)
         return ReferenceLinear(weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype))
 
+    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(weight.contiguous(), bias, gated=True)
+
     def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ReferenceExperts:
         return ReferenceExperts(gate_up.contiguous(), down.contiguous())
 
@@ -118,20 +127,44 @@ class ReferenceOps:
     def embedding(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
         torch.index_select(table, 0, ids.clamp(0, table.shape[0] - 1), out=out)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> None:
-        normed = _rms_normalise(x, eps)
-        out.copy_(normed if weight is None else weight * normed)
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
+    ) -> None:
+        n = live_rows(x, live)
+        normed = _rms_normalise(x[:n], eps)
+        out[:n] = normed if weight is None else weight * normed
+        out[n:] = 0
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
     ) -> None:
-        residual += x
-        self.rms_norm(residual, weight, eps, out)
+        n = live_rows(x, live)
+        residual[:n] += x[:n]
+        self.rms_norm(residual, weight, eps, out, live)
 
     def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
     ) -> None:
-        out.copy_(layer_norm(x.float(), (x.shape[-1],), weight.float(), bias.float(), eps))
+        n = live_rows(x, live)
+        out[:n] = layer_norm(x[:n].float(), (x.shape[-1],), weight.float(), bias.float(), eps)
+        out[n:] = 0
 
     def add_layer_norm(
         self,
@@ -141,13 +174,23 @@ class ReferenceOps:
         bias: torch.Tensor,
         eps: float,
         out: torch.Tensor,
+        live: torch.Tensor | None = None,
     ) -> None:
-        residual += x
-        self.layer_norm(residual, weight, bias, eps, out)
+        n = live_rows(x, live)
+        residual[:n] += x[:n]
+        self.layer_norm(residual, weight, bias, eps, out, live)
 
-    def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor) -> None:
+    def linear(
+        self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor, live: torch.Tensor | None = None
+    ) -> None:
         assert isinstance(weight, ReferenceLinear)
-        out.copy_(blocked_matmul(x, weight.weight, weight.bias))
+        n = live_rows(x, live)
+        product = blocked_matmul(x[:n], weight.weight, weight.bias)
+        if weight.gated:
+            self.silu_and_mul(product, out[:n])
+        else:
+            out[:n] = product
+        out[n:] = 0
 
     def rope(
         self,
@@ -156,11 +199,35 @@ class ReferenceOps:
         positions: torch.Tensor,
         table: torch.Tensor,
         interleaved: bool,
+        live: torch.Tensor | None = None,
     ) -> None:
-        rows = table[positions.clamp(0, table.shape[0] - 1)].unsqueeze(1)
+        n = live_rows(q, live)
+        rows = table[positions[:n].clamp(0, table.shape[0] - 1)].unsqueeze(1)
         cos, sin = rows.chunk(2, dim=-1)
-        _rotate(q, cos, sin, interleaved)
-        _rotate(k, cos, sin, interleaved)
+        _rotate(q[:n], cos, sin, interleaved)
+        _rotate(k[:n], cos, sin, interleaved)
+
+    def norm_rope(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        interleaved: bool,
+        live: torch.Tensor | None = None,
+    ) -> None:
+        n = live_rows(q, live)
+        for x, weight in ((q[:n], q_weight), (k[:n], k_weight)):
+            self.rms_norm(x, weight, eps, x)
+        self.rope(q, k, positions, table, interleaved, live)
+
+    def argmax(self, x: torch.Tensor, out: torch.Tensor, live: torch.Tensor | None = None) -> None:
+        n = live_rows(x, live)
+        out[:n] = x[:n].masked_fill(x[:n].isnan(), float("-inf")).argmax(-1)
+        out[n:] = 0
 
     def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)

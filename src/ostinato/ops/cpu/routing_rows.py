@@ -61,7 +61,7 @@ _INFINITY = 0x7F800000
 _MINUS_INFINITY = 0xFF800000 - (1 << 32)
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _ROWS_AT_ONCE = 4
-_WORK_OF_A_VALUE = 16  # words of memory that a logit's way is worth
+_WORK_OF_A_VALUE = 4  # words of memory that a logit's way is worth
 
 
 def area_bytes(experts: int) -> int:

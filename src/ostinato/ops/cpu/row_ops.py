@@ -1,8 +1,9 @@
 """Kernel objects of the row-wise ops: norms, rotary embedding, greedy choice. Same signatures as the op set.
 
 Each checks its tensors and describes them in a parameter block; `bind` fixes the tensors and returns a launch, a
-plain call keeps launches by address, so a repeated call costs little more than the bound one. Knows nothing of
-arithmetic. Invariant: twins of `ops/reference.py`, within rounding.
+plain call keeps launches by address, so a repeated call costs little more than the bound one. An int32 tensor of one
+element behind the arguments of an op is its count of live rows. Knows nothing of arithmetic. Invariant: twins of
+`ops/reference.py`, within rounding.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import torch
 
 from ostinato.ops.cpu import rows as field
 from ostinato.ops.cpu.lane_kinds import Kind, kind_for
-from ostinato.ops.cpu.launch import Launch, Runtime
+from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
 from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
 from ostinato.ops.cpu.rope_ir import ROW_FUNCTIONS
 
-_MOST_LAUNCHES = 4096  # kept between plain calls
 Fields = Mapping[int, int]
 
 
@@ -36,36 +36,28 @@ class Rows:
 class RowKernel:
     """One op. `describe` maps the call's arguments to `Rows`, or raises ValueError."""
 
-    __slots__ = ("_describe", "_launches", "_libraries", "_runtime")
+    __slots__ = ("_calls", "_describe", "_libraries", "_runtime")
 
     def __init__(self, runtime: Runtime, libraries: RowLibraries, describe: Callable[..., Rows]) -> None:
         self._runtime = runtime
         self._libraries = libraries
         self._describe = describe
-        self._launches: dict[tuple[object, ...], Launch] = {}
+        self._calls = LaunchCache()
 
     def __call__(self, *args: Any) -> None:
-        key = tuple(
-            (a.data_ptr(), a.shape, a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a for a in args
-        )
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) >= _MOST_LAUNCHES:
-                self._launches.clear()
-            launch = self._launches[key] = self._launch(args, ())
-        launch()
+        self._calls.run(self._launch, *args)
 
     def bind(self, *args: Any) -> Launch:
         """The launch for these arguments; keeps its tensors alive."""
-        return self._launch(args, args)
+        launch = self._launch(*args)
+        launch.kept = (*launch.kept, *args)
+        return launch
 
-    def _launch(self, args: tuple[Any, ...], kept: tuple[Any, ...]) -> Launch:
+    def _launch(self, *args: Any) -> Launch:
         rows = self._describe(*args)
         library = self._libraries.of(rows.dtype)
         fields = {**rows.fields, field.FUNCTION: library.addresses[rows.function]}
-        return self._runtime.launch(
-            field.rows_entry, field.rows_worker, fields, field.NUM_FIELDS, (library, *kept)
-        )
+        return self._runtime.launch(field.rows_entry, field.rows_worker, fields, field.NUM_FIELDS, (library,))
 
 
 class RowLibraries:
@@ -121,6 +113,15 @@ def fp32_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
+def live_count(live: torch.Tensor | None) -> dict[int, int]:
+    """The live count's address; without one all rows are computed."""
+    if live is None:
+        return {}
+    if live.dtype != torch.int32 or live.numel() != 1:
+        raise _fail("the live count must be one int32", live)
+    return {field.COUNT: live.data_ptr()}
+
+
 def _fail(what: str, x: torch.Tensor) -> ValueError:
     return ValueError(f"{what}, got {tuple(x.shape)} {x.dtype} with strides {x.stride()}")
 
@@ -144,14 +145,16 @@ def _vector(x: torch.Tensor, like: torch.Tensor) -> int:
     return x.data_ptr()
 
 
-def _norm_fields(x: torch.Tensor, out: torch.Tensor, eps: float) -> dict[int, int]:
+def _norm_fields(x: torch.Tensor, out: torch.Tensor, eps: float, live: torch.Tensor | None) -> dict[int, int]:
     if out.shape != x.shape or out.dtype != x.dtype:
         raise _fail(f"the output must be {tuple(x.shape)} {x.dtype}", out)
     heads = x.shape[1] if x.dim() == 3 else 1
     return {
         **_place(x, field.X, field.X_STRIDE),
         **_place(out, field.OUT, field.OUT_STRIDE),
+        **live_count(live),
         field.ROWS: x.shape[0],
+        field.CLEAR_BYTES: heads * x.shape[-1] * x.element_size(),
         field.ROW_WORDS: heads * x.shape[-1],
         field.DIM: x.shape[-1],
         field.X_HEADS: heads,
@@ -159,8 +162,14 @@ def _norm_fields(x: torch.Tensor, out: torch.Tensor, eps: float) -> dict[int, in
     }
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, out: torch.Tensor) -> Rows:
-    fields = _norm_fields(x, out, eps)
+def _rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor,
+    live: torch.Tensor | None = None,
+) -> Rows:
+    fields = _norm_fields(x, out, eps, live)
     if weight is None:
         return Rows("rms_norm_plain", x.dtype, fields)
     return Rows("rms_norm", x.dtype, {**fields, field.WEIGHT: _vector(weight, x)})
@@ -173,17 +182,27 @@ def _residual(x: torch.Tensor, residual: torch.Tensor) -> dict[int, int]:
 
 
 def _add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    live: torch.Tensor | None = None,
 ) -> Rows:
-    fields = {**_norm_fields(x, out, eps), **_residual(x, residual), field.WEIGHT: _vector(weight, x)}
+    fields = {**_norm_fields(x, out, eps, live), **_residual(x, residual), field.WEIGHT: _vector(weight, x)}
     return Rows("add_rms_norm", x.dtype, fields)
 
 
 def _layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    live: torch.Tensor | None = None,
 ) -> Rows:
     affine = {field.WEIGHT: _vector(weight, x), field.BIAS: _vector(bias, x)}
-    return Rows("layer_norm", x.dtype, {**_norm_fields(x, out, eps), **affine})
+    return Rows("layer_norm", x.dtype, {**_norm_fields(x, out, eps, live), **affine})
 
 
 def _add_layer_norm(
@@ -193,13 +212,19 @@ def _add_layer_norm(
     bias: torch.Tensor,
     eps: float,
     out: torch.Tensor,
+    live: torch.Tensor | None = None,
 ) -> Rows:
-    plain = _layer_norm(x, weight, bias, eps, out)
+    plain = _layer_norm(x, weight, bias, eps, out, live)
     return Rows("add_layer_norm", x.dtype, {**plain.fields, **_residual(x, residual)})
 
 
 def _rope(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, interleaved: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    interleaved: bool,
+    live: torch.Tensor | None = None,
 ) -> Rows:
     if q.dim() != 3 or k.dim() != 3 or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         raise _fail(f"keys must be [{q.shape[0]}, heads, {q.shape[-1]}]", k)
@@ -212,6 +237,7 @@ def _rope(
     fields = {
         **_place(q, field.X, field.X_STRIDE),
         **_place(k, field.Y, field.Y_STRIDE),
+        **live_count(live),
         field.ROWS: q.shape[0],
         field.ROW_WORDS: (q.shape[1] + k.shape[1]) * q.shape[2],
         field.DIM: q.shape[2],
@@ -234,14 +260,15 @@ def _norm_rope(
     positions: torch.Tensor,
     table: torch.Tensor,
     interleaved: bool,
+    live: torch.Tensor | None = None,
 ) -> Rows:
     """RMS norm of every head of q and k, then `rope`, in place: one launch, the bits of three."""
-    rope = _rope(q, k, positions, table, interleaved)
+    rope = _rope(q, k, positions, table, interleaved, live)
     weights = {field.WEIGHT: _vector(q_weight, q), field.Y_WEIGHT: _vector(k_weight, k)}
     return Rows(f"norm_{rope.function}", q.dtype, {**rope.fields, **weights, field.EPS: fp32_bits(eps)})
 
 
-def _argmax(x: torch.Tensor, out: torch.Tensor) -> Rows:
+def _argmax(x: torch.Tensor, out: torch.Tensor, live: torch.Tensor | None = None) -> Rows:
     """out[t] (int64 [T]) = index of the largest value of x [T, V]: the lowest among equals, NaN never."""
     if out.dtype != torch.int64 or out.shape != x.shape[:1] or x.dim() != 2 or x.shape[1] == 0:
         raise _fail(f"choices must be int64 [{x.shape[0]}] of a row of at least one value", out)
@@ -249,6 +276,8 @@ def _argmax(x: torch.Tensor, out: torch.Tensor) -> Rows:
         **_place(x, field.X, field.X_STRIDE),
         field.OUT: out.data_ptr(),
         field.OUT_STRIDE: out.stride(0) * 8,
+        field.CLEAR_BYTES: 8,
+        **live_count(live),
         field.ROWS: x.shape[0],
         field.ROW_WORDS: x.shape[1],
         field.DIM: x.shape[1],
