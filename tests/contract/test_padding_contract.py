@@ -382,27 +382,35 @@ def test_rows_that_mix_in_a_kernel_are_caught(own: Any, rigs: ModuleType, monkey
     """F5: a kernel with one scale over all rows: clean pads are harmless, NaN ones are not."""
     it = own("qwen3_moe")
     ops = type(it.model.ops)
-    right = ops.linear
+    right = ops.rms_norm
 
-    def linear(self: Any, x: torch.Tensor, weight: Any, out: torch.Tensor) -> None:
+    def rms_norm(self: Any, x: torch.Tensor, weight: Any, eps: float, out: torch.Tensor, *live: Any) -> None:
         scale = x.abs().amax()
-        right(self, x, weight, out)
+        right(self, x, weight, eps, out, *live)
         out.mul_(scale / scale)
 
-    monkeypatch.setattr(ops, "linear", linear)
+    monkeypatch.setattr(ops, "rms_norm", rms_norm)
     it.worker.capture(lambda *args: None)
     assert {"real rows differ", "real rows are not finite"} <= all_broken(it, rigs)
 
 
 def test_experts_that_take_pads_for_data_are_caught(own: Any, rigs: ModuleType, monkeypatch: Patch) -> None:
-    """F23: a kernel that reads -1 as an expert."""
+    """F23: a kernel that reads -1 as an expert, behind a norm that knows no count (which would hide it)."""
     it = own("phimoe")
     ops = type(it.model.ops)
-    right = ops.moe_experts
+    right, norm = ops.moe_experts, ops.add_layer_norm
+
+    def uncounted(
+        self: Any, x: Any, residual: Any, weight: Any, bias: Any, eps: float, out: Any, live: Any
+    ) -> None:
+        norm(self, x, residual, weight, bias, eps, out)
 
     def experts(self: Any, x: Any, weights: Any, ids: torch.Tensor, *rest: Any) -> None:
         right(self, x, weights, ids.clamp_min(0), *rest)
 
+    monkeypatch.setattr(ops, "add_layer_norm", uncounted)
+    it.worker.capture(lambda *args: None)
+    assert all_broken(it, rigs) == set()
     monkeypatch.setattr(ops, "moe_experts", experts)
     it.worker.capture(lambda *args: None)
     assert "MoE of pads is not zero" in all_broken(it, rigs)
@@ -419,8 +427,8 @@ def test_a_bucket_that_matters_is_caught(own: Any, rigs: ModuleType, monkeypatch
     ops = type(it.model.ops)
     right = ops.linear
 
-    def linear(self: Any, x: torch.Tensor, weight: Any, out: torch.Tensor) -> None:
-        right(self, x, weight, out)
+    def linear(self: Any, x: torch.Tensor, weight: Any, out: torch.Tensor, *live: Any) -> None:
+        right(self, x, weight, out, *live)
         out.mul_(1 + x.shape[0] * 1e-6)
 
     monkeypatch.setattr(ops, "linear", linear)

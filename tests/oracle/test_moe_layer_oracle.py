@@ -82,7 +82,7 @@ def _check(layer: MoELayer, block: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _gated_mlp(mlp: Any, gate: PackedLinear | None = None) -> SharedExpert:
-    gate_up = OPS.pack_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+    gate_up = OPS.pack_gated(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
     return SharedExpert(gate_up, OPS.pack_linear(mlp.down_proj.weight.detach()), gate)
 
 

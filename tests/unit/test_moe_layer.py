@@ -74,7 +74,7 @@ def _layer(
     expert = None
     if shared != "none":
         gate = ops.pack_linear(w["shared_gate"], out_dtype=torch.float32) if shared == "gated" else None
-        expert = SharedExpert(ops.pack_linear(w["shared_gate_up"]), ops.pack_linear(w["shared_down"]), gate)
+        expert = SharedExpert(ops.pack_gated(w["shared_gate_up"]), ops.pack_linear(w["shared_down"]), gate)
     options.setdefault("experts", ops.pack_experts(w["gate_up"], w["down"]))
     options.setdefault("router", ops.pack_linear(w["router"], out_dtype=torch.float32))
     return MoELayer(ops=ops, workspace=_workspace(topk.top_k, dtype), topk=topk, shared=expert, **options)

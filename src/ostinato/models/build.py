@@ -78,10 +78,10 @@ def _reserve(workspace: Workspace, config: ModelConfig, rows: int, logit_rows: i
     workspace.reserve("qkv", (rows, heads + 2 * config.num_kv_heads * config.head_dim), dtype)
     workspace.reserve("attention", (rows, heads), dtype)
     width = max(layer.intermediate_size for layer in config.layers)
-    workspace.reserve("ffn_gate_up", (rows, 2 * width), dtype)
     workspace.reserve("ffn_act", (rows, width), dtype)
     workspace.reserve("head_rows", (logit_rows, hidden), dtype)
     workspace.reserve("logits", (logit_rows, config.vocab_size), torch.float32)
+    workspace.reserve("greedy", (logit_rows,), torch.int64)
     if config.moe is not None:
         reserve_moe_buffers(
             workspace,
@@ -144,6 +144,12 @@ class _Builder:
         self, prefixes: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
     ) -> PackedLinear:
         """One packed linear of the stacked rows of several tensors, each [rows[i], width]."""
+        return self.ops.pack_linear(*self._stacked(prefixes, rows, width, bias))
+
+    def _stacked(
+        self, prefixes: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of several tensors, each [rows[i], width], one behind the other."""
         fused = torch.empty(sum(rows), width, dtype=self.config.dtype)
         fused_bias = torch.empty(sum(rows), dtype=self.config.dtype) if bias else None
         start = 0
@@ -152,7 +158,7 @@ class _Builder:
             if fused_bias is not None:
                 fused_bias[start : start + count] = self._take(f"{prefix}.bias", count)
             start += count
-        return self.ops.pack_linear(fused, fused_bias)
+        return fused, fused_bias
 
     def _layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix = self.config.family.names.layers.format(i=index)
@@ -191,11 +197,11 @@ class _Builder:
         if kind == "none":
             return None
         if kind == "l2":
-            return None if spec.rope is None else QKNorm(None, None, eps, per_head=True, before_rope=False)
+            return None if spec.rope is None else QKNorm(None, eps, per_head=True, before_rope=False)
         sizes = (self.config.head_dim,) * 2 if kind == "head" else (heads, kv_heads)
         q_weight = self._take(f"{prefix}q_norm.weight", sizes[0])
         k_weight = self._take(f"{prefix}k_norm.weight", sizes[1])
-        return QKNorm(q_weight, k_weight, eps, per_head=kind == "head", before_rope=True)
+        return QKNorm((q_weight, k_weight), eps, per_head=kind == "head", before_rope=True)
 
     def _rope(self, rope: RopeConfig) -> Rope:
         """One table per kind of rope, shared by its layers."""
@@ -213,8 +219,8 @@ class _Builder:
 
     def _gated(self, path: str, width: int, bias: bool) -> tuple[PackedLinear, PackedLinear]:
         hidden = self.config.hidden_size
-        gate_up = self._linear((f"{path}.gate_proj", f"{path}.up_proj"), (width, width), hidden, bias)
-        return gate_up, self._linear((f"{path}.down_proj",), (hidden,), width, bias)
+        stacked = self._stacked((f"{path}.gate_proj", f"{path}.up_proj"), (width, width), hidden, bias)
+        return self.ops.pack_gated(*stacked), self._linear((f"{path}.down_proj",), (hidden,), width, bias)
 
     def _moe(self, index: int, prefix: str) -> FeedForward:
         moe, names = self.config.moe, self.config.family.names

@@ -46,24 +46,24 @@ class CausalLM:
     def forward(self, view: DecoderView, stream: Stream) -> torch.Tensor:
         """Hidden states [T, H] of the T (padded) rows of `view`, the final norm applied; ready for `logits`.
 
-        `attention.plan` must have run for this step. Rows past the real ones hold finite or stale values of
-        no meaning; they never influence a real row, whatever the pads of `view` hold.
+        `attention.plan` must have run for this step. Rows past the real ones are zero where `view` counts them,
+        else of no meaning; they never influence a real row, whatever the pads of `view` hold.
         """
         assert view.input_ids is not None, "a decoder embeds ids; steps without them are not its own"
-        rows, size = view.input_ids.shape[0], self.config.hidden_size
+        rows, size, live = view.input_ids.shape[0], self.config.hidden_size, view.num_token_non_padded
         residual = self.workspace.take("residual", rows, size)
         normed = self.workspace.take("normed", rows, size)
         delta = self.workspace.take("delta", rows, size)
         stream.launch(self.ops.embedding, view.input_ids, self.embedding, residual)
         for i, layer in enumerate(self.layers):
             if i == 0:
-                layer.input_norm.apply(stream, residual, normed)
+                layer.input_norm.apply(stream, residual, live, normed)
             else:
-                layer.input_norm.add_and_apply(stream, delta, residual, normed)
+                layer.input_norm.add_and_apply(stream, delta, residual, live, normed)
             layer.attention.forward(stream, normed, view, delta)
-            layer.post_norm.add_and_apply(stream, delta, residual, normed)
-            layer.ffn.forward(stream, normed, view.num_token_non_padded, delta)
-        self.final_norm.add_and_apply(stream, delta, residual, normed)
+            layer.post_norm.add_and_apply(stream, delta, residual, live, normed)
+            layer.ffn.forward(stream, normed, live, delta)
+        self.final_norm.add_and_apply(stream, delta, residual, live, normed)
         return normed
 
     def select_rows(self, hidden: torch.Tensor, rows: torch.Tensor, stream: Stream) -> torch.Tensor:
@@ -74,8 +74,16 @@ class CausalLM:
         stream.launch(self.ops.gather_rows, hidden, rows, out)
         return out
 
-    def logits(self, hidden_rows: torch.Tensor, stream: Stream) -> torch.Tensor:
-        """fp32 [n, vocab] of normed hidden rows [n, H]."""
+    def logits(
+        self, hidden_rows: torch.Tensor, stream: Stream, live: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """fp32 [n, vocab] of normed hidden rows [n, H]; rows past the device count `live` come out zero."""
         out = self.workspace.take("logits", hidden_rows.shape[0], self.config.vocab_size)
-        stream.launch(self.ops.linear, hidden_rows, self.head, out)
+        stream.launch(self.ops.linear, hidden_rows, self.head, out, live)
+        return out
+
+    def greedy(self, logits: torch.Tensor, stream: Stream, live: torch.Tensor | None = None) -> torch.Tensor:
+        """Token ids int64 [n] of the largest logits of each row, the lowest among equals."""
+        out = self.workspace.take("greedy", logits.shape[0])
+        stream.launch(self.ops.argmax, logits, out, live)
         return out

@@ -1,8 +1,9 @@
 """The parts a decoder layer is composed from: norms, attention, dense feed-forward.
 
 Each part holds packed weights and launches kernels into workspace buffers; nothing here allocates or reads
-device data, so everything may be captured. Knows nothing of families, files or schedulers. Invariant: a part
-treats rows one by one, except attention, whose backend leaves pad rows out.
+device data, so everything may be captured. `live`, the device count of leading real rows among those given, goes
+to every kernel that takes one. Knows nothing of families, files or schedulers. Invariant: a part treats rows one by
+one, except attention, whose backend leaves pad rows out; pads cost nothing, and what a part writes of them is zero.
 """
 
 from __future__ import annotations
@@ -46,21 +47,26 @@ class Norm:
     bias: torch.Tensor | None
     eps: float
 
-    def apply(self, stream: Stream, x: torch.Tensor, out: torch.Tensor) -> None:
+    def apply(self, stream: Stream, x: torch.Tensor, live: torch.Tensor | None, out: torch.Tensor) -> None:
         """out = norm(x)."""
         if self.bias is None:
-            stream.launch(self.ops.rms_norm, x, self.weight, self.eps, out)
+            stream.launch(self.ops.rms_norm, x, self.weight, self.eps, out, live)
         else:
-            stream.launch(self.ops.layer_norm, x, self.weight, self.bias, self.eps, out)
+            stream.launch(self.ops.layer_norm, x, self.weight, self.bias, self.eps, out, live)
 
     def add_and_apply(
-        self, stream: Stream, x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor
+        self,
+        stream: Stream,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        live: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> None:
         """residual += x, then out = norm(residual)."""
         if self.bias is None:
-            stream.launch(self.ops.add_rms_norm, x, residual, self.weight, self.eps, out)
+            stream.launch(self.ops.add_rms_norm, x, residual, self.weight, self.eps, out, live)
         else:
-            stream.launch(self.ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, out)
+            stream.launch(self.ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, out, live)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,13 +79,12 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKNorm:
-    """RMS norm of queries and keys, without weights where they are None (L2 norm times sqrt(D)).
+    """RMS norm of queries and keys. `weights`: theirs; None for a norm without (L2 norm times sqrt(D)).
 
     per_head: over each head's D, else over all heads together. before_rope: where it stands.
     """
 
-    q_weight: torch.Tensor | None
-    k_weight: torch.Tensor | None
+    weights: tuple[torch.Tensor, torch.Tensor] | None
     eps: float
     per_head: bool
     before_rope: bool
@@ -108,38 +113,52 @@ class Attention:
 
     def forward(self, stream: Stream, x: torch.Tensor, view: DecoderView, out: torch.Tensor) -> None:
         """x [T, H] -> out [T, H]."""
-        rows, dim = x.shape[0], self.head_dim
+        rows, dim, live = x.shape[0], self.head_dim, view.num_token_non_padded
         fused = self.workspace.take("qkv", rows, self.qkv.out_features)
-        stream.launch(self.ops.linear, x, self.qkv, fused)
+        stream.launch(self.ops.linear, x, self.qkv, fused, live)
         # Views of the fused projection: rows are strided, heads are not.
         k_start = self.num_heads * dim
         v_start = k_start + self.num_kv_heads * dim
         q = fused[:, :k_start].view(rows, self.num_heads, dim)
         k = fused[:, k_start:v_start].view(rows, self.num_kv_heads, dim)
         v = fused[:, v_start:].view(rows, self.num_kv_heads, dim)
-        if self.qk_norm is not None and self.qk_norm.before_rope:
-            self._normalise(stream, self.qk_norm, q, k)
-        if self.clip is not None:
-            stream.launch(self.ops.clamp, fused, self.clip)
-        if self.rope is not None:
-            stream.launch(self.ops.rope, q, k, view.positions, self.rope.table, self.rope.interleaved)
-        if self.qk_norm is not None and not self.qk_norm.before_rope:
-            self._normalise(stream, self.qk_norm, q, k)
-        if self.temperature is not None:
-            stream.launch(self.ops.scale_by_position, q, view.positions, *self.temperature)
+        self._norm_and_rotate(stream, fused, q, k, view)
         mixed = self.workspace.take("attention", rows, self.num_heads, dim)
         self.backend.forward(stream, self.layer, q, k, v, view, mixed)
-        stream.launch(self.ops.linear, mixed.view(rows, k_start), self.out, out)
+        stream.launch(self.ops.linear, mixed.view(rows, k_start), self.out, out, live)
 
-    def _normalise(self, stream: Stream, norm: QKNorm, q: torch.Tensor, k: torch.Tensor) -> None:
-        for x, weight in ((q, norm.q_weight), (k, norm.k_weight)):
+    def _norm_and_rotate(
+        self, stream: Stream, fused: torch.Tensor, q: torch.Tensor, k: torch.Tensor, view: DecoderView
+    ) -> None:
+        """What happens to queries and keys before they meet, in place; `fused` is their memory, values included."""
+        ops, norm, rope, live = self.ops, self.qk_norm, self.rope, view.num_token_non_padded
+        weights = None if norm is None or not (norm.per_head and norm.before_rope) else norm.weights
+        if norm is not None and weights is not None and rope is not None and self.clip is None:
+            rotation = (view.positions, rope.table, rope.interleaved)
+            stream.launch(ops.norm_rope, q, k, *weights, norm.eps, *rotation, live)
+        else:
+            if norm is not None and norm.before_rope:
+                self._normalise(stream, norm, q, k, live)
+            if self.clip is not None:
+                stream.launch(ops.clamp, fused, self.clip)
+            if rope is not None:
+                stream.launch(ops.rope, q, k, view.positions, rope.table, rope.interleaved, live)
+            if norm is not None and not norm.before_rope:
+                self._normalise(stream, norm, q, k, live)
+        if self.temperature is not None:
+            stream.launch(ops.scale_by_position, q, view.positions, *self.temperature)
+
+    def _normalise(
+        self, stream: Stream, norm: QKNorm, q: torch.Tensor, k: torch.Tensor, live: torch.Tensor | None
+    ) -> None:
+        for x, weight in zip((q, k), norm.weights or (None, None), strict=True):
             over = x if norm.per_head else x.view(x.shape[0], x.shape[1] * x.shape[2])
-            stream.launch(self.ops.rms_norm, over, weight, norm.eps, over)
+            stream.launch(self.ops.rms_norm, over, weight, norm.eps, over, live)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseFFN:
-    """Gated SiLU feed-forward: gate_up H -> 2I (gate rows first), down I -> H."""
+    """Gated SiLU feed-forward: gate_up H -> I, packed as gated; down I -> H."""
 
     ops: OpSet
     workspace: Workspace
@@ -149,10 +168,7 @@ class DenseFFN:
     def forward(
         self, stream: Stream, x: torch.Tensor, num_token_non_padded: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        """x [T, H] -> out [T, H]; pad rows are computed like any other."""
-        rows = x.shape[0]
-        gate_up = self.workspace.take("ffn_gate_up", rows, self.gate_up.out_features)
-        act = self.workspace.take("ffn_act", rows, self.down.in_features)
-        stream.launch(self.ops.linear, x, self.gate_up, gate_up)
-        stream.launch(self.ops.silu_and_mul, gate_up, act)
-        stream.launch(self.ops.linear, act, self.down, out)
+        """x [T, H] -> out [T, H]."""
+        act = self.workspace.take("ffn_act", x.shape[0], self.down.in_features)
+        stream.launch(self.ops.linear, x, self.gate_up, act, num_token_non_padded)
+        stream.launch(self.ops.linear, act, self.down, out, num_token_non_padded)

@@ -29,7 +29,7 @@ from ostinato.padding import PadContract, check_pad_contracts
 class SharedExpert:
     """A dense gated MLP (SiLU) that every token passes, beside the routed experts.
 
-    gate_up: H -> 2I (gate rows first); down: I -> H. gate: H -> 1 in fp32, whose sigmoid scales the result
+    gate_up: H -> I, packed as gated; down: I -> H. gate: H -> 1 in fp32, whose sigmoid scales the result
     (Qwen2-MoE); None adds it as it is.
     """
 
@@ -57,7 +57,6 @@ def reserve_moe_buffers(
     workspace.reserve("moe.topk_weights", (n, top_k), torch.float32)
     workspace.reserve("moe.topk_ids", (n, top_k), torch.int32)
     if shared_intermediate_size:
-        workspace.reserve("moe.shared_gate_up", (n, 2 * shared_intermediate_size), dtype)
         workspace.reserve("moe.shared_act", (n, shared_intermediate_size), dtype)
         workspace.reserve("moe.shared_out", (n, hidden_size), dtype)
         workspace.reserve("moe.shared_gate", (n, 1), torch.float32)
@@ -133,7 +132,7 @@ class MoELayer:
         topk_ids = self.workspace.take("moe.topk_ids", rows, self.topk.top_k)
         counts = (num_token_non_padded, gathered_counts, rows_per_slot)
 
-        stream.launch(self.ops.linear, x, self.router, router_logits)
+        stream.launch(self.ops.linear, x, self.router, router_logits, num_token_non_padded)
         self._route(stream, x, router_logits, topk_weights, topk_ids, counts)
         sent = self.dispatcher.dispatch(stream, x, topk_weights, topk_ids, out)
         stream.launch(
@@ -147,8 +146,9 @@ class MoELayer:
         )
         self.dispatcher.combine(stream, sent, out)
         if self.shared is not None:
-            self._add_shared(stream, self.shared, x, out)
-            stream.launch(mask_pad_rows_, out, num_token_non_padded, 0.0, gathered_counts, rows_per_slot)
+            self._add_shared(stream, self.shared, x, num_token_non_padded, out)
+            if gathered_counts is not None:
+                stream.launch(mask_pad_rows_, out, None, 0.0, gathered_counts, rows_per_slot)
 
     def _route(
         self,
@@ -177,18 +177,23 @@ class MoELayer:
                 self.consumers,
             )
 
-    def _add_shared(self, stream: Stream, shared: SharedExpert, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out += shared expert of x. Pads get values here; the caller zeroes them afterwards."""
+    def _add_shared(
+        self,
+        stream: Stream,
+        shared: SharedExpert,
+        x: torch.Tensor,
+        live: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """out += shared expert of x, which is zero past the live rows."""
         rows, hidden_size = x.shape
-        gate_up = self.workspace.take("moe.shared_gate_up", rows, shared.gate_up.out_features)
         act = self.workspace.take("moe.shared_act", rows, shared.down.in_features)
         result = self.workspace.take("moe.shared_out", rows, hidden_size)
-        stream.launch(self.ops.linear, x, shared.gate_up, gate_up)
-        stream.launch(self.ops.silu_and_mul, gate_up, act)
-        stream.launch(self.ops.linear, act, shared.down, result)
+        stream.launch(self.ops.linear, x, shared.gate_up, act, live)
+        stream.launch(self.ops.linear, act, shared.down, result, live)
         if shared.gate is None:
             stream.launch(self.ops.add, out, result, out)
             return
         gate = self.workspace.take("moe.shared_gate", rows, 1)
-        stream.launch(self.ops.linear, x, shared.gate, gate)
+        stream.launch(self.ops.linear, x, shared.gate, gate, live)
         stream.launch(self.ops.sigmoid_gated_add, out, gate, result, out)
