@@ -292,6 +292,49 @@ def test_kernels_may_bind_their_arguments() -> None:
     assert kernel.direct == 1, "a replay takes the bound form"
 
 
+def test_neighbours_that_can_be_chained_become_one_call() -> None:
+    """In order, without those of another chain; names and launches are still told one by one."""
+    chained: list[int] = []
+
+    class Bound:
+        def __init__(self, out: torch.Tensor, step: int) -> None:
+            self.out, self.step = out, step
+
+        def __call__(self) -> None:
+            self.out.mul_(2).add_(self.step)
+
+        @staticmethod
+        def chain(calls: list[Bound]) -> Callable[[], None]:
+            chained.append(len(calls))
+            return lambda: [call() for call in calls] and None
+
+    class Kernel:
+        def __call__(self, out: torch.Tensor, step: int) -> None:
+            self.bind(out, step)()
+
+        def bind(self, out: torch.Tensor, step: int) -> Bound:
+            return Bound(out, step)
+
+    def program(stream: Stream) -> torch.Tensor:
+        for step in (1, 2, 3):
+            stream.launch(Kernel(), out, step)
+        stream.launch(torch.Tensor.neg_, out)
+        stream.launch(Kernel(), out, 4)
+        out.add_(0.5)
+        stream.launch(Kernel(), out, 5)
+        stream.launch(Kernel(), out, 6)
+        return out
+
+    out = torch.ones(2)
+    tape = TapeBackend().capture(program, warmup=0)
+    first = out.clone()
+    assert chained == [3, 2]
+    assert tape.num_launches == 7
+    assert len(tape.trace) == 8
+    out.fill_(1.0)
+    assert torch.equal(tape.replay(), first)
+
+
 def test_warmups_run_eagerly_before_the_recording() -> None:
     capturing: list[bool] = []
     TapeBackend().capture(lambda stream: capturing.append(stream.capturing), warmup=2)

@@ -167,7 +167,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         result = self.worker.execute(plan, self._take_prompt_logits)
-        sampled = sample(result.logits, [_sample_input(row) for row in result.sampling])
+        sampled = sample(result.logits, [_sample_input(row) for row in result.sampling], result.greedy)
         chosen = {row.sequence: s for row, s in zip(result.sampling, sampled, strict=True)}
         ended = self.scheduler.commit(plan, {sequence: s.token_id for sequence, s in chosen.items()})
         for sequence, token in chosen.items():

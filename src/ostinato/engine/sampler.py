@@ -66,20 +66,24 @@ def uniform(seed: int, position: int) -> float:
     return (mix64(seed, position) >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, inputs: Sequence[SampleInput]) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor, inputs: Sequence[SampleInput], greedy: torch.Tensor | None = None
+) -> list[Sampled]:
     """Choose one token per row of `logits` (fp32 [len(inputs), vocab]).
 
-    Plain greedy rows without any transform take one argmax for all; ties go to the lowest id.
+    `greedy` int64 [len(inputs)] is the best of each row, where the step has found it already; rows without any
+    transform take it. Ties go to the lowest id.
     """
     assert logits.shape[0] == len(inputs), (logits.shape, len(inputs))
-    plain = [i for i, row in enumerate(inputs) if _is_plain_greedy(row)]
-    best = logits.argmax(dim=-1).tolist() if plain else []
-    chosen = {i: int(best[i]) for i in plain}
-    host = logits.numpy(force=True)
+    plain = [_is_plain_greedy(row) for row in inputs]
+    best: list[int] = []
+    if any(plain):
+        best = (logits.argmax(dim=-1) if greedy is None else greedy).tolist()
+    chosen = []
     for i, row in enumerate(inputs):
-        if i not in chosen:
-            chosen[i] = _choose(host[i], row)
-    return [_with_logprobs(logits[i], chosen[i], row.params.logprobs) for i, row in enumerate(inputs)]
+        token = best[i] if plain[i] else _choose(logits[i].numpy(force=True), row)
+        chosen.append(_with_logprobs(logits, i, token, row.params.logprobs))
+    return chosen
 
 
 def top_logprobs(logits: torch.Tensor, token_id: int, count: int) -> tuple[float, dict[int, Logprob]]:
@@ -96,10 +100,10 @@ def top_logprobs(logits: torch.Tensor, token_id: int, count: int) -> tuple[float
     return value, top
 
 
-def _with_logprobs(logits: torch.Tensor, token_id: int, count: int | None) -> Sampled:
+def _with_logprobs(logits: torch.Tensor, row: int, token_id: int, count: int | None) -> Sampled:
     if count is None:
         return Sampled(token_id)
-    logprob, top = top_logprobs(logits, token_id, count)
+    logprob, top = top_logprobs(logits[row], token_id, count)
     return Sampled(token_id, logprob, top)
 
 

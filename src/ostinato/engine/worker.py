@@ -45,9 +45,13 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`logits` fp32 [len(sampling), vocab]: the rows that choose a token. Overwritten by the next step."""
+    """`logits` fp32 [len(sampling), vocab]: the rows that choose a token; `greedy` int64: the best of each.
+
+    Both are overwritten by the next step.
+    """
 
     logits: torch.Tensor
+    greedy: torch.Tensor
     sampling: tuple[ScheduledSequence, ...]
 
 
@@ -75,6 +79,7 @@ class Worker:
         self.options = options
         self._attention = attention
         self._eager = EagerStream()
+        self._greedy = torch.zeros(options.max_bs, dtype=torch.int64)
         registry_options = RegistryOptions(
             request_slots=True, seq_len_fill_value=attention.seq_len_fill_value
         )
@@ -102,7 +107,10 @@ class Worker:
         )
 
     def _decode_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
-        return self.model.logits(self.model.forward(view, stream), stream)
+        live = view.num_token_non_padded
+        logits = self.model.logits(self.model.forward(view, stream), stream, live)
+        stream.launch(self.model.ops.argmax, logits, self._greedy[: logits.shape[0]], live)
+        return logits
 
     def _prefill_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
         return self.model.forward(view, stream)
@@ -128,7 +136,7 @@ class Worker:
         shape = decide_shape(plan.mode, (plan.num_tokens,), len(plan.rows), self.rules)
         if plan.mode is StepMode.DECODE:
             logits = self.decode.run(shape, batch)[: len(plan.rows)]
-            return StepResult(logits, plan.rows)
+            return StepResult(logits, self._greedy[: len(plan.rows)], plan.rows)
         return self._prefill(plan, shape, batch, prompt_logits)
 
     def _prefill(
@@ -145,7 +153,10 @@ class Worker:
             if row.samples and row.sequence.max_new_tokens > 0:
                 last.append(offset - 1)
                 sampling.append(row)
-        return StepResult(self._head(hidden, last), tuple(sampling))
+        logits, greedy = self._head(hidden, last), self._greedy[: len(last)]
+        if last:
+            self._eager.launch(self.model.ops.argmax, logits, greedy)
+        return StepResult(logits, greedy, tuple(sampling))
 
     def _prompt_rows(
         self, row: ScheduledSequence, offset: int, hidden: torch.Tensor, prompt_logits: PromptLogits

@@ -11,8 +11,9 @@ fixed, every tensor a call touches is held. Knows nothing of buffers or batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -49,7 +50,7 @@ class Tape(Generic[T]):
         self.outputs = outputs
         self.num_launches = num_launches
         self.trace = tuple(name for name, _ in calls)
-        self._calls = tuple(call for _, call in calls)
+        self._calls = tuple(_chained(call for _, call in calls))
 
     def replay(self) -> T:
         """Repeat every call on what the memory holds now; `outputs` are overwritten and returned."""
@@ -57,6 +58,16 @@ class Tape(Generic[T]):
             for call in self._calls:
                 call()
         return self.outputs
+
+
+def _chained(calls: Iterable[Call]) -> Iterator[Call]:
+    """A call may offer `chain(calls) -> call`; neighbours that offer the same one become one call."""
+    for chain, neighbours in groupby(calls, key=lambda call: getattr(call, "chain", None)):
+        run = list(neighbours)
+        if chain is None or len(run) == 1:
+            yield from run
+        else:
+            yield chain(run)
 
 
 class TapeBackend:

@@ -81,7 +81,6 @@ def _reserve(workspace: Workspace, config: ModelConfig, rows: int, logit_rows: i
     workspace.reserve("ffn_act", (rows, width), dtype)
     workspace.reserve("head_rows", (logit_rows, hidden), dtype)
     workspace.reserve("logits", (logit_rows, config.vocab_size), torch.float32)
-    workspace.reserve("greedy", (logit_rows,), torch.int64)
     if config.moe is not None:
         reserve_moe_buffers(
             workspace,

@@ -81,9 +81,3 @@ class CausalLM:
         out = self.workspace.take("logits", hidden_rows.shape[0], self.config.vocab_size)
         stream.launch(self.ops.linear, hidden_rows, self.head, out, live)
         return out
-
-    def greedy(self, logits: torch.Tensor, stream: Stream, live: torch.Tensor | None = None) -> torch.Tensor:
-        """Token ids int64 [n] of the largest logits of each row, the lowest among equals."""
-        out = self.workspace.take("greedy", logits.shape[0])
-        stream.launch(self.ops.argmax, logits, out, live)
-        return out

@@ -11,7 +11,7 @@ computed. Invariant: a launch owns everything its addresses point to; calling it
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,20 +38,27 @@ _ENTRY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class Launch:
-    """A kernel bound to its tensors: call it to run. `entry` and `address` serve callers that run many at
-    once.
-    """
+    """A kernel bound to its tensors: call it to run. `chain` makes one call of many."""
 
-    __slots__ = ("_run", "address", "entry", "kept")
+    __slots__ = ("_chain_entry", "_run", "address", "entry", "kept")
 
-    def __init__(self, entry: int, block: torch.Tensor, kept: tuple[Any, ...]) -> None:
+    def __init__(self, entry: int, block: torch.Tensor, kept: tuple[Any, ...], chain_entry: int) -> None:
         self.entry = entry
         self.address = block.data_ptr()
         self.kept = (block, *kept)
         self._run: Any = _ENTRY_TYPE(entry)
+        self._chain_entry = chain_entry
 
     def __call__(self) -> None:
         self._run(self.address)
+
+    @staticmethod
+    def chain(launches: Sequence[Launch]) -> Launch:
+        """A launch that runs all of these, one after the other, without Python in between."""
+        pairs = [word for launch in launches for word in (launch.entry, launch.address)]
+        block = torch.tensor([len(launches), *pairs], dtype=torch.int64)
+        entry = launches[0]._chain_entry
+        return Launch(entry, block, tuple(launches), entry)
 
 
 class LaunchCache:
@@ -102,7 +109,8 @@ class Runtime:
         }
         fields = {**fixed, **values}
         block = torch.tensor([fields.get(i, 0) for i in range(num_fields)], dtype=torch.int64)
-        return Launch(self.compiler.address(entry), block, (counters, self.compiler, *kept))
+        owned = (counters, self.compiler, *kept)
+        return Launch(self.compiler.address(entry), block, owned, self.compiler.address(chain_entry))
 
 
 def open_runtime(
@@ -110,6 +118,12 @@ def open_runtime(
 ) -> Runtime:
     """The runtime of this machine; `isa` forces a path (see `select_isa`)."""
     return Runtime(select_isa(isa), open_pool(num_threads), Compiler(cache_dir))
+
+
+def chain_entry(p: int) -> None:
+    """Call n entries; the block holds n, then entry and address of each."""
+    for i in range(load_i64(p)):
+        call_address(load_i64(p + 16 * i + 8), load_i64(p + 16 * i + 16))
 
 
 @njit(error_model="numpy")
