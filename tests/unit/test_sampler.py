@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine.request import SamplingParams
-from ostinato.engine.sampler import SampleInput, _adjust, _candidates, mix64, sample, top_logprobs, uniform
+from ostinato.engine.sampler import (
+    SampleInput,
+    _adjust,
+    _candidates,
+    _place,
+    mix64,
+    sample,
+    top_logprobs,
+    uniform,
+)
 
 VOCAB = 40
 
@@ -89,6 +98,31 @@ def test_rows_do_not_see_each_other(seed: int, count: int) -> None:
     shuffled = sample(logits[torch.from_numpy(order)], [rows[i] for i in order])
     for place, i in enumerate(order):
         assert together[i] == shuffled[place] == sample(logits[i : i + 1], [rows[i]])[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 700), st.integers(0, 99), st.sampled_from([0.0, 0.25, 0.999, 1 - 2**-53]), st.booleans()
+)
+def test_the_place_found_by_blocks_is_that_of_the_running_sum(
+    n: int, seed: int, share: float, tail: bool
+) -> None:
+    """The first place past the share, and never one that weighs nothing."""
+    rng = np.random.default_rng(seed)
+    weights = (rng.random(n) * (rng.random(n) < 0.3)).astype(np.float32)
+    weights[rng.integers(n)] = 1.0
+    if tail:
+        weights = np.concatenate([weights, np.zeros(600, dtype=np.float32)])
+    place, sums = _place(weights, share), np.cumsum(weights, dtype=np.float64)
+    assert weights[place] > 0
+    assert sums[place] > share * sums[-1] * (1 - 1e-9)
+    assert sums[place] - weights[place] <= share * sums[-1] * (1 + 1e-9)
+
+
+def test_rows_without_transforms_take_the_choice_that_is_known() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]] * 2)
+    rows = [make_input(temperature=0.0), make_input(temperature=0.0, logit_bias={2: 9.0})]
+    assert [s.token_id for s in sample(logits, rows, torch.tensor([0, 0]))] == [0, 2]
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:

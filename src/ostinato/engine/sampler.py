@@ -22,6 +22,8 @@ from ostinato.engine.request import Logprob, SamplingParams
 Row = npt.NDArray[np.float32]
 
 _MASK64 = (1 << 64) - 1
+_BLOCK = 256  # weights summed at once when one is looked for
+_SMALLEST = np.finfo(np.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +126,23 @@ def _choose(logits: Row, row: SampleInput) -> int:
     if row.params.temperature == 0.0:
         return int(adjusted.argmax())
     ids, weights = _candidates(adjusted, row.params)
-    cumulative = np.cumsum(weights)
-    target = uniform(row.seed, row.position) * cumulative[-1]
-    place = int(np.searchsorted(cumulative, target, side="right"))
-    return int(ids[min(place, len(ids) - 1)])
+    return int(ids[_place(weights, uniform(row.seed, row.position))])
+
+
+def _place(weights: Row, share: float) -> int:
+    """The place at which the running sum of weights passes `share` of their mass: a block first, then in it."""
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
+    ends = np.cumsum(blocks)
+    target = share * ends[-1]
+    last = np.searchsorted(ends, ends[-1], side="left")  # blocks behind it weigh nothing
+    block = int(min(np.searchsorted(ends, target, side="right"), last))
+    first = block * _BLOCK
+    within = weights[first : first + _BLOCK]
+    inner = np.cumsum(within, dtype=np.float64)
+    place = int(np.searchsorted(inner, target - (ends[block] - blocks[block]), side="right"))
+    if place == len(within) or within[place] == 0:  # rounding has put the target past the block's last weight
+        place = int(np.flatnonzero(within)[-1])
+    return first + place
 
 
 def _adjust(logits: Row, row: SampleInput) -> Row:
@@ -150,12 +165,14 @@ def _adjust(logits: Row, row: SampleInput) -> Row:
     return out
 
 
-def _candidates(logits: Row, p: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Ids (ascending) that may be chosen and their unnormalised probabilities."""
-    scaled = logits.astype(np.float64)
-    scaled -= scaled.max()
+def _candidates(logits: Row, p: SamplingParams) -> tuple[npt.NDArray[np.int64], Row]:
+    """Ids (ascending) that may be chosen and their unnormalised probabilities.
+
+    In fp32, which logits are: powers in fp64 would be most of a sampled row's cost. Sums over them are fp64.
+    """
+    scaled = logits - logits.max()
     with np.errstate(over="ignore"):  # at a tiny temperature all but the best go to -inf, as they should
-        scaled /= p.temperature
+        scaled /= max(np.float32(p.temperature), _SMALLEST)
     ids: npt.NDArray[np.int64]
     if 0 < p.top_k < len(scaled):
         # Candidates by threshold first: a full sort of the vocabulary is the dear part.
@@ -164,17 +181,27 @@ def _candidates(logits: Row, p: SamplingParams) -> tuple[npt.NDArray[np.int64], 
         if len(ids) > p.top_k:
             order = np.argsort(-scaled[ids], kind="stable")
             ids = np.sort(ids[order[: p.top_k]])
+        weights = np.exp(scaled[ids])
     else:
-        ids = np.arange(len(scaled))
-    weights = np.exp(scaled[ids])
+        ids, weights = np.arange(len(scaled)), np.exp(scaled)
     if p.top_p < 1.0:
-        order = np.argsort(-weights, kind="stable")
-        cumulative = np.cumsum(weights[order])
-        # The smallest set whose mass reaches top_p; the token that crosses the line is kept.
-        size = int(np.searchsorted(cumulative, p.top_p * cumulative[-1], side="left")) + 1
-        kept = np.sort(order[:size])
+        kept = _nucleus(weights, p.top_p)
         ids, weights = ids[kept], weights[kept]
     if p.min_p > 0.0:
         keep = weights >= p.min_p * weights.max()
         ids, weights = ids[keep], weights[keep]
     return ids, weights
+
+
+def _nucleus(weights: Row, top_p: float) -> npt.NDArray[np.int64]:
+    """Places (ascending) of the smallest set whose mass reaches `top_p`; the token that crosses the line is kept.
+
+    Only weights that can be in it are sorted: all those under (1 - top_p) / 2n of the mass have less than half of
+    what may be left out.
+    """
+    mass = float(weights.sum(dtype=np.float64))
+    places = np.flatnonzero(weights >= mass * (1.0 - top_p) / (2 * len(weights)))
+    order = places[np.argsort(-weights[places], kind="stable")]
+    cumulative = np.cumsum(weights[order], dtype=np.float64)
+    size = int(np.searchsorted(cumulative, top_p * mass, side="left")) + 1
+    return np.sort(order[:size])
