@@ -75,6 +75,11 @@ class Sequence:
     def queue_key(self) -> tuple[int, int]:
         return self.request.priority, self.arrival
 
+    def slot(self, position: int) -> int:
+        """KV slot of a position that has a page."""
+        page, offset = divmod(position, self.page_size)
+        return self.pages[page] * self.page_size + offset
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids of positions [start, stop)."""
         prompt = self.request.prompt_token_ids

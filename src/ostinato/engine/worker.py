@@ -179,11 +179,11 @@ class Worker:
         pool, rows = self.pool, plan.rows
         page_rows = [row.sequence.row for row in rows]
         if plan.mode is StepMode.DECODE:
-            table_rows = torch.tensor(page_rows)
-            starts = torch.tensor([row.start for row in rows])
-            slots = pool.slots(table_rows, starts)
             ids = [row.sequence.output_token_ids[-1] for row in rows]
-            return decode_batch(ids, starts + 1, table_rows, slots)
+            lens = [row.start + 1 for row in rows]
+            slots = [row.sequence.slot(row.start) for row in rows]
+            # One tensor of four rows: making one is most of a small batch's cost.
+            return decode_batch(*torch.tensor((ids, lens, page_rows, slots)).unbind())
         ids = []
         for row in rows:
             ids += row.sequence.tokens(row.start, row.start + row.num_tokens)
