@@ -147,6 +147,7 @@ class Race:
         machine.wait_until_quiet(self.options.others, self.options.patience)
         load = os.getloadavg()
         ceilings = self.runners["ceilings-hf"].ask("measure")
+        others["ceilings"] = ceilings.others
         for contestant in order:
             machine.wait_until_quiet(self.options.others, self.options.patience)
             speeds[contestant.label], others[contestant.label] = self._measure(contestant, case, prompts)

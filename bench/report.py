@@ -18,7 +18,12 @@ from limits import Costs, decode_seconds, prefill_seconds
 
 NAMES = {"llamacpp": "llama.cpp", "transformers": "transformers", "vllm": "vLLM"}
 _ORDER = ("moe", "dense", "smollm2", "smollm2-moe", "tiny")
-_COLOURS = ("#c2410c", "#64748b", "#94a3b8", "#475569", "#a8a29e")
+_COLOURS = {  # of a peer's modes in turn
+    "ostinato": ("#c2410c",),
+    "llamacpp": ("#475569",),
+    "transformers": ("#94a3b8", "#b6c2d1"),
+    "vllm": ("#0f766e",),
+}
 _BAR, _GAP, _LEFT, _SCALE, _WIDTH = 14, 12, 190, 420, 760
 
 
@@ -174,19 +179,19 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
     parts: list[str] = []
     y = 10
     for record in records:
-        labels = [contestant["label"] for contestant in record["contestants"]]
+        colours = _colours(record["contestants"])
         y += 22
         parts.append(_text(10, y, f"{record['model']}, {record['precision']}", "title"))
         x = 10
         y += 22
-        for label, colour in zip(labels, _COLOURS, strict=False):
+        for label, colour in colours.items():
             parts.append(f'<rect x="{x}" y="{y - 10}" width="10" height="10" rx="2" fill="{colour}"/>')
             parts.append(_text(x + 15, y, label))
             x += 30 + 7 * len(label)
         y += _GAP
         for case in summarise(record):
             if case.turns:
-                bars, y = _bars(case, labels, y)
+                bars, y = _bars(case, colours, y)
                 parts += bars
     style = (
         "text{font:12px system-ui,sans-serif;fill:#6b7280}.title{font-weight:600;font-size:14px}"
@@ -196,13 +201,19 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([head, f"<style>{style}</style>", *parts, "</svg>"]) + "\n"
 
 
-def _bars(case: CaseSummary, labels: Sequence[str], y: int) -> tuple[list[str], int]:
+def _colours(contestants: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """A colour for each label, the same for a peer in every race."""
+    left = {peer: iter(colours) for peer, colours in _COLOURS.items()}
+    return {contestant["label"]: next(left[contestant["peer"]]) for contestant in contestants}
+
+
+def _bars(case: CaseSummary, colours: Mapping[str, str], y: int) -> tuple[list[str], int]:
     """A group of bars from `y` on, and where it ends."""
-    medians = [statistics.median(case.speeds[label]) for label in labels]
-    fastest = max(max(case.speeds[label]) for label in labels)
-    middle = y + len(labels) * _BAR // 2 + 4
+    fastest = max(max(case.speeds[label]) for label in colours)
+    middle = y + len(colours) * _BAR // 2 + 4
     parts = [_text(_LEFT - 10, middle, case.name, "end")]
-    for label, median, colour in zip(labels, medians, _COLOURS, strict=False):
+    for label, colour in colours.items():
+        median = statistics.median(case.speeds[label])
         width = _SCALE * median / fastest
         parts.append(
             f'<rect x="{_LEFT}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" rx="2" fill="{colour}"/>'
