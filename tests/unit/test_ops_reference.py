@@ -122,10 +122,13 @@ def test_rope_rotates_pairs_and_passes_the_rest(interleaved: bool) -> None:
             torch.testing.assert_close(new_pair, old_pair * torch.polar(torch.ones_like(theta), theta))
 
 
-def test_silu_and_mul() -> None:
-    gate_up = draw(5, 2 * H)
-    expected = torch.nn.functional.silu(gate_up[:, :H]) * gate_up[:, H:]
-    torch.testing.assert_close(made(torch.empty(5, H), OPS.silu_and_mul, gate_up), expected)
+def test_gated_linear() -> None:
+    x, weight, bias = draw(5, H), draw(2 * 11, H, seed=1), draw(2 * 11, seed=2)
+    gate, up = (x @ weight.T + bias).chunk(2, dim=-1)
+    packed = OPS.pack_gated(weight, bias)
+    assert (packed.in_features, packed.out_features) == (H, 11)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(made(torch.empty(5, 11), OPS.linear, x, packed), expected)
 
 
 def experts(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +215,7 @@ def every_kernel(x: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]
         "layer_norm": made(new(H), OPS.layer_norm, x, weight, weight, 1e-6),
         "linear": made(new(37), OPS.linear, x, linear),
         "linear fp32": made(new(37, torch.float32), OPS.linear, x, router),
-        "silu_and_mul": made(new(H // 2), OPS.silu_and_mul, x),
+        "gated linear": made(new(18), OPS.linear, x, OPS.pack_gated(draw(36, H, seed=3, dtype=dtype))),
         "sigmoid_gated_add": made(new(H), OPS.sigmoid_gated_add, x, x[:, :1].float(), x),
         "rope": heads.view(rows, H),
         "moe_experts": moe,

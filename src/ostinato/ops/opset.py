@@ -214,10 +214,6 @@ class OpSet(Protocol):
         """out[t] (int64 [T]) = index of the largest value of x [T, V]: the lowest among equals, NaN never."""
         ...
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """out [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:], in fp32."""
-        ...
-
     def moe_experts(
         self,
         x: torch.Tensor,

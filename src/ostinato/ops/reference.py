@@ -89,6 +89,12 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
         x[..., :rotary] = torch.cat(turned, dim=-1)
 
 
+def _silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:], in fp32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    out.copy_(silu(gate) * up)
+
+
 def live_rows(x: torch.Tensor, live: torch.Tensor | None) -> int:
     """Rows of x to compute. Reads the count on the host: it is called inside kernels alone."""
     return x.shape[0] if live is None else min(max(int(live), 0), x.shape[0])
@@ -187,7 +193,7 @@ class ReferenceOps:
         n = live_rows(x, live)
         product = blocked_matmul(x[:n], weight.weight, weight.bias)
         if weight.gated:
-            self.silu_and_mul(product, out[:n])
+            _silu_and_mul(product, out[:n])
         else:
             out[:n] = product
         out[n:] = 0
@@ -229,10 +235,6 @@ class ReferenceOps:
         out[:n] = x[:n].masked_fill(x[:n].isnan(), float("-inf")).argmax(-1)
         out[n:] = 0
 
-    def silu_and_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        out.copy_(silu(gate) * up)
-
     def moe_experts(
         self,
         x: torch.Tensor,
@@ -254,7 +256,7 @@ class ReferenceOps:
                 source = source * scale.to(x.dtype)
             gate_up = blocked_matmul(source, experts.gate_up[expert], None)
             act = torch.empty(len(rows), experts.intermediate_size, dtype=gate_up.dtype, device=x.device)
-            self.silu_and_mul(gate_up, act)
+            _silu_and_mul(gate_up, act)
             result = blocked_matmul(act, experts.down[expert], None).float()
             slots[rows, cols] = result if weights_on_input else result * scale
         total = slots[:, 0]

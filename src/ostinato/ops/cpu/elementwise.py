@@ -17,11 +17,10 @@ from ostinato.ops.cpu.row_ops import RowKernel, RowLibraries, Rows, fp32_bits
 class ElementwiseOps:
     """All elementwise ops of one runtime."""
 
-    __slots__ = ("add", "clamp", "embedding", "gather_rows", "sigmoid_gated_add", "silu_and_mul")
+    __slots__ = ("add", "clamp", "embedding", "gather_rows", "sigmoid_gated_add")
 
     def __init__(self, runtime: Runtime) -> None:
         libraries = RowLibraries(runtime, "elementwise", ELEMENTWISE_FUNCTIONS)
-        self.silu_and_mul = RowKernel(runtime, libraries, _silu_and_mul)
         self.add = RowKernel(runtime, libraries, _add)
         self.sigmoid_gated_add = RowKernel(runtime, libraries, _sigmoid_gated_add)
         self.clamp = RowKernel(runtime, libraries, _clamp)
@@ -44,19 +43,6 @@ def _matrix(
 
 def _size(x: torch.Tensor) -> dict[int, int]:
     return {field.ROWS: x.shape[0], field.ROW_WORDS: x.shape[1], field.DIM: x.shape[1]}
-
-
-def _silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> Rows:
-    if gate_up.shape != (out.shape[0], 2 * out.shape[1]) or gate_up.dtype != out.dtype:
-        raise ValueError(
-            f"gate_up must be [rows, 2 * {out.shape[1]}] {out.dtype}, got {tuple(gate_up.shape)} {gate_up.dtype}"
-        )
-    fields = {
-        **_matrix("gate_up", gate_up, None, field.X, field.X_STRIDE),
-        **_matrix("out", out, None, field.OUT, field.OUT_STRIDE),
-        **_size(out),
-    }
-    return Rows("silu_and_mul", out.dtype, fields)
 
 
 def _add(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> Rows:

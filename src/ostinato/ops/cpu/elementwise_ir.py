@@ -1,4 +1,4 @@
-"""Functions of rows that touch each value once: SiLU times up, sums, gates, clamping, and copying rows by index.
+"""Functions of rows that touch each value once: sums, gates, clamping, and copying rows by index.
 
 Bodies of f(p, first, last) for the driver in `rows`, over its parameter block. Computed in fp32 and rounded once.
 Knows nothing of threads. Invariant: a value depends on the values at its own place alone.
@@ -12,7 +12,6 @@ from types import MappingProxyType
 from llvmlite import ir
 
 from ostinato.ops.cpu import rows as field
-from ostinato.ops.cpu.epilogue import EpilogueEmitter
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.norm_ir import Fields, Vector
@@ -33,21 +32,6 @@ def _each_row(body: RowBody) -> Callable[[Lanes, Kind, list[Value]], None]:
         )
 
     return emit
-
-
-def _silu_and_mul(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
-    """out = silu(x[:dim]) * x[dim:]."""
-    gate, out = fields.row(field.X, field.X_STRIDE, row), fields.row(field.OUT, field.OUT_STRIDE, row)
-    up = lanes.at(gate, lanes.times(vector.dim, kind.value_bytes))
-
-    def visit(j: Value, mask: Value | None) -> None:
-        offset = vector.offset(j)
-        gates = kind.load(lanes, lanes.at(gate, offset), mask)
-        ups = kind.load(lanes, lanes.at(up, offset), mask)
-        product = lanes.b.fmul(EpilogueEmitter(lanes).silu(gates), ups)
-        kind.store(lanes, product, lanes.at(out, offset), mask)
-
-    vector.each(visit)
 
 
 def _add(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
@@ -111,7 +95,6 @@ ELEMENTWISE_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
     {
         name: NativeFunction(3, _each_row(body))
         for name, body in (
-            ("silu_and_mul", _silu_and_mul),
             ("add", _add),
             ("sigmoid_gated_add", _sigmoid_gated_add),
             ("clamp", _clamp),

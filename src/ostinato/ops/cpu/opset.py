@@ -51,7 +51,7 @@ class NumbaOps:
         self.rms_norm, self.add_rms_norm = rows.rms_norm, rows.add_rms_norm
         self.layer_norm, self.add_layer_norm = rows.layer_norm, rows.add_layer_norm
         self.rope, self.norm_rope, self.argmax = rows.rope, rows.norm_rope, rows.argmax
-        self.silu_and_mul, self.add = elements.silu_and_mul, elements.add
+        self.add = elements.add
         self.sigmoid_gated_add, self.clamp = elements.sigmoid_gated_add, elements.clamp
         self.embedding, self.gather_rows = elements.embedding, elements.gather_rows
         self.scale_by_position = reference.scale_by_position
