@@ -24,6 +24,7 @@ _COLOURS = {  # of a peer's modes in turn
     "transformers": ("#94a3b8", "#b6c2d1"),
     "vllm": ("#0f766e",),
 }
+_FONT = 'font-family="system-ui, sans-serif" font-size="12" fill="#6b7280"'  # grey: on white and on black
 _BAR, _GAP, _LEFT, _SCALE, _WIDTH = 14, 12, 190, 420, 760
 
 
@@ -181,7 +182,9 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         colours = _colours(record["contestants"])
         y += 22
-        parts.append(_text(10, y, f"{record['model']}, {record['precision']}", "title"))
+        parts.append(
+            _text(10, y, f"{record['model']}, {record['precision']}", 'font-size="14" font-weight="600"')
+        )
         x = 10
         y += 22
         for label, colour in colours.items():
@@ -193,12 +196,10 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
             if case.turns:
                 bars, y = _bars(case, colours, y)
                 parts += bars
-    style = (
-        "text{font:12px system-ui,sans-serif;fill:#6b7280}.title{font-weight:600;font-size:14px}"
-        ".end{text-anchor:end}.tick{stroke:#fff;stroke-opacity:.65}"
-    )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 10}" width="{_WIDTH}">'
-    return "\n".join([head, f"<style>{style}</style>", *parts, "</svg>"]) + "\n"
+    height = y + 10
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}"'
+    head += f' viewBox="0 0 {_WIDTH} {height}" {_FONT}>'
+    return "\n".join([head, *parts, "</svg>"]) + "\n"
 
 
 def _colours(contestants: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -211,7 +212,7 @@ def _bars(case: CaseSummary, colours: Mapping[str, str], y: int) -> tuple[list[s
     """A group of bars from `y` on, and where it ends."""
     fastest = max(max(case.speeds[label]) for label in colours)
     middle = y + len(colours) * _BAR // 2 + 4
-    parts = [_text(_LEFT - 10, middle, case.name, "end")]
+    parts = [_text(_LEFT - 10, middle, case.name, 'text-anchor="end"')]
     for label, colour in colours.items():
         median = statistics.median(case.speeds[label])
         width = _SCALE * median / fastest
@@ -220,7 +221,7 @@ def _bars(case: CaseSummary, colours: Mapping[str, str], y: int) -> tuple[list[s
         )
         for speed in case.speeds[label]:
             x = _LEFT + _SCALE * speed / fastest
-            parts.append(f'<path class="tick" d="M{x:.1f} {y + 3}v{_BAR - 8}"/>')
+            parts.append(f'<path stroke="#fff" stroke-opacity="0.65" d="M{x:.1f} {y + 3}v{_BAR - 8}"/>')
         parts.append(
             _text(
                 _LEFT + round(_SCALE * max(case.speeds[label]) / fastest) + 6, y + 10, f"{median:.1f} tok/s"
@@ -230,5 +231,5 @@ def _bars(case: CaseSummary, colours: Mapping[str, str], y: int) -> tuple[list[s
     return parts, y + _GAP
 
 
-def _text(x: int, y: int, text: str, kind: str = "") -> str:
-    return f'<text x="{x}" y="{y}" class="{kind}">{escape(text)}</text>'
+def _text(x: int, y: int, text: str, attributes: str = "") -> str:
+    return f'<text x="{x}" y="{y}" {attributes}>{escape(text)}</text>'
