@@ -67,7 +67,7 @@ PEER_TABLE: Mapping[str, Peer] = {
         ),
     ),
     "transformers": Peer(
-        "run_transformers.py", Environment("transformers", (_TORCH, ("transformers==5.24.0", "accelerate")))
+        "run_transformers.py", Environment("transformers", (_TORCH, ("transformers==5.24.0",)))
     ),
     "vllm": Peer(
         "run_vllm.py",
