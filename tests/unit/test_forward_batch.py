@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
 
-from ostinato.engine.batch import capture_batch, capture_shapes, decode_batch, extend_batch, idle_batch
+from ostinato.engine.batch import (
+    capture_batch,
+    capture_shapes,
+    decode_batch,
+    decode_rows,
+    extend_batch,
+    idle_batch,
+)
 from ostinato.padding import Buckets, ShapeRules, StepMode
 
 
@@ -18,6 +25,20 @@ def test_decode_positions_are_the_last_of_each_sequence() -> None:
     two = decode_batch([5, 6, 7, 8], [11, 4], [1, 2], [25, 26, 34, 35], tokens_per_request=2)
     assert two.positions.tolist() == [9, 10, 2, 3]
     assert two.global_num_token_non_padded_cpu == 4
+
+
+def test_decode_rows_is_decode_batch_from_lists() -> None:
+    lists = ([5, 6], [11, 4], [1, 2], [26, 35])
+    made, want = decode_rows(*lists), decode_batch(*lists)
+    for field in fields(want):
+        ours, theirs = getattr(made, field.name), getattr(want, field.name)
+        if isinstance(theirs, torch.Tensor):
+            assert torch.equal(ours, theirs)
+            assert (ours.dtype, ours.is_contiguous()) == (theirs.dtype, True)
+        else:
+            assert ours == theirs
+    with pytest.raises(ValueError, match="length"):
+        decode_rows([1, 2], [3, 3], [1, 2], [16])
 
 
 def test_extend_rows_follow_their_prefix() -> None:

@@ -122,7 +122,7 @@ def test_the_place_found_by_blocks_is_that_of_the_running_sum(
 def test_rows_without_transforms_take_the_choice_that_is_known() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]] * 2)
     rows = [make_input(temperature=0.0), make_input(temperature=0.0, logit_bias={2: 9.0})]
-    assert [s.token_id for s in sample(logits, rows, torch.tensor([0, 0]))] == [0, 2]
+    assert [s.token_id for s in sample(logits, rows, [0, 0])] == [0, 2]
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:

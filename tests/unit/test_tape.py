@@ -327,9 +327,13 @@ def test_neighbours_that_can_be_chained_become_one_call() -> None:
 
     out = torch.ones(2)
     tape = TapeBackend().capture(program, warmup=0)
-    first = out.clone()
+    first, launches = out.clone(), tape.num_launches
     assert chained == [3, 2]
-    assert tape.num_launches == 7
+    whole = TapeBackend().capture(lambda stream: stream.launch(Kernel(), out, 1), warmup=0)
+    out.fill_(2.0)
+    whole.replay()
+    assert out.tolist() == [5.0, 5.0], "a tape of one such call is that call"
+    assert launches == 7
     assert len(tape.trace) == 8
     out.fill_(1.0)
     assert torch.equal(tape.replay(), first)

@@ -56,10 +56,9 @@ class CpuAttention:
         self._scratch = torch.zeros(threads * self._scratch_bytes + 64, dtype=torch.uint8)
         self._partials = torch.zeros(PARTIALS_BYTES + 64, dtype=torch.uint8)
         self._chunks_done = torch.zeros(field.ITEMS_PER_THREAD * threads, dtype=torch.int64)
-        # Rows of the plan: first query row, query rows, KV length, row of the page table; a column a request.
-        self._requests = torch.zeros(4, 0, dtype=torch.int64)
         self._counts = torch.zeros(2, dtype=torch.int64)  # real requests, real rows
         self._kernel = _AttentionKernel(self)
+        self.init_graph_state(0, 0)
 
     @property
     def name(self) -> str:
@@ -77,7 +76,10 @@ class CpuAttention:
         return True
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        # Rows of the plan: first query row, query rows, KV length, row of the page table; a column a request.
         self._requests = torch.zeros(4, max_bs, dtype=torch.int64)
+        self._host_plan = self._requests.numpy(), self._counts.numpy()
+        self._one_row_each = np.stack((np.arange(max_bs), np.ones(max_bs, dtype=np.int64)))
         self._kernel.forget()
 
     def plan(self, view: AttentionView, shape: StepShape) -> None:
@@ -87,18 +89,17 @@ class CpuAttention:
                 f"attention is planned for {self._requests.shape[1]} requests, the step has {bs}"
             )
         # By numpy, over the same memory: a torch operation on a few integers costs several times as much.
-        plan, counts = self._requests.numpy(), self._counts.numpy()
+        plan, counts = self._host_plan
         if view.mode.is_extend:
             assert view.extend_seq_lens is not None
             lens = view.extend_seq_lens.numpy()[:bs]
             plan[0, :bs] = lens.cumsum() - lens
             plan[1, :bs] = lens
         else:
-            plan[0, :bs] = np.arange(bs)
-            plan[1, :bs] = 1
+            plan[:2, :bs] = self._one_row_each[:, :bs]
         plan[2, :bs] = view.seq_lens_cpu.numpy()[:bs]
         plan[3, :bs] = view.req_pool_indices.numpy()[:bs]
-        counts[0], counts[1] = bs, shape.raw_num_tokens
+        counts[:] = bs, shape.raw_num_tokens
 
     def forward(
         self,

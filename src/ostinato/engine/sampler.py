@@ -69,21 +69,19 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(
-    logits: torch.Tensor, inputs: Sequence[SampleInput], greedy: torch.Tensor | None = None
+    logits: torch.Tensor, inputs: Sequence[SampleInput], greedy: Sequence[int] | None = None
 ) -> list[Sampled]:
-    """Choose one token per row of `logits` (fp32 [len(inputs), vocab]).
+    """Choose one token for each of the leading rows of `logits` (fp32 [len(inputs) or more, vocab]).
 
-    `greedy` int64 [len(inputs)] is the best of each row, where the step has found it already; rows without any
-    transform take it. Ties go to the lowest id.
+    `greedy` has the best of each row, where the step has found it already; rows without any transform take it. Ties
+    go to the lowest id.
     """
-    assert logits.shape[0] == len(inputs), (logits.shape, len(inputs))
-    plain = [_is_plain_greedy(row) for row in inputs]
-    best: list[int] = []
-    if any(plain):
-        best = (logits.argmax(dim=-1) if greedy is None else greedy).tolist()
+    assert logits.shape[0] >= len(inputs), (logits.shape, len(inputs))
+    if greedy is None:
+        greedy = logits.argmax(dim=-1).tolist()
     chosen = []
     for i, row in enumerate(inputs):
-        token = best[i] if plain[i] else _choose(logits[i].numpy(force=True), row)
+        token = greedy[i] if _is_plain_greedy(row) else _choose(logits[i].numpy(force=True), row)
         chosen.append(_with_logprobs(logits, i, token, row.params.logprobs))
     return chosen
 

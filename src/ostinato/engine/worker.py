@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ostinato.attention.backend import AttentionBackend
-from ostinato.engine.batch import ForwardBatch, capture_batch, capture_shapes, decode_batch, extend_batch
+from ostinato.engine.batch import ForwardBatch, capture_batch, capture_shapes, decode_rows, extend_batch
 from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
@@ -45,13 +45,13 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`logits` fp32 [len(sampling), vocab]: the rows that choose a token; `greedy` int64: the best of each.
+    """`logits` fp32 [len(sampling) or more, vocab]: the rows that choose a token; `greedy`: the best of each.
 
-    Both are overwritten by the next step.
+    Logits are overwritten by the next step.
     """
 
     logits: torch.Tensor
-    greedy: torch.Tensor
+    greedy: list[int]
     sampling: tuple[ScheduledSequence, ...]
 
 
@@ -135,8 +135,8 @@ class Worker:
         batch = self._batch(plan)
         shape = decide_shape(plan.mode, (plan.num_tokens,), len(plan.rows), self.rules)
         if plan.mode is StepMode.DECODE:
-            logits = self.decode.run(shape, batch)[: len(plan.rows)]
-            return StepResult(logits, self._greedy[: len(plan.rows)], plan.rows)
+            logits = self.decode.run(shape, batch)
+            return StepResult(logits, self._greedy.tolist(), plan.rows)
         return self._prefill(plan, shape, batch, prompt_logits)
 
     def _prefill(
@@ -153,10 +153,10 @@ class Worker:
             if row.samples and row.sequence.max_new_tokens > 0:
                 last.append(offset - 1)
                 sampling.append(row)
-        logits, greedy = self._head(hidden, last), self._greedy[: len(last)]
+        logits = self._head(hidden, last)
         if last:
-            self._eager.launch(self.model.ops.argmax, logits, greedy)
-        return StepResult(logits, greedy, tuple(sampling))
+            self._eager.launch(self.model.ops.argmax, logits, self._greedy[: len(last)])
+        return StepResult(logits, self._greedy.tolist(), tuple(sampling))
 
     def _prompt_rows(
         self, row: ScheduledSequence, offset: int, hidden: torch.Tensor, prompt_logits: PromptLogits
@@ -182,8 +182,7 @@ class Worker:
             ids = [row.sequence.output_token_ids[-1] for row in rows]
             lens = [row.start + 1 for row in rows]
             slots = [row.sequence.slot(row.start) for row in rows]
-            # One tensor of four rows: making one is most of a small batch's cost.
-            return decode_batch(*torch.tensor((ids, lens, page_rows, slots)).unbind())
+            return decode_rows(ids, lens, page_rows, slots)
         ids = []
         for row in rows:
             ids += row.sequence.tokens(row.start, row.start + row.num_tokens)

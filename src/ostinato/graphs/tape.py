@@ -44,16 +44,21 @@ _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 class Tape(Generic[T]):
     """A recorded callable. Holds every tensor its calls touch, so none of their memory can be reused."""
 
-    __slots__ = ("_calls", "num_launches", "outputs", "trace")
+    __slots__ = ("_calls", "_whole", "num_launches", "outputs", "trace")
 
     def __init__(self, outputs: T, calls: list[tuple[str, Call]], num_launches: int) -> None:
         self.outputs = outputs
         self.num_launches = num_launches
         self.trace = tuple(name for name, _ in calls)
         self._calls = tuple(_chained(call for _, call in calls))
+        only = self._calls[0] if len(self._calls) == 1 else None
+        self._whole = only if hasattr(only, "chain") else None
 
     def replay(self) -> T:
         """Repeat every call on what the memory holds now; `outputs` are overwritten and returned."""
+        if self._whole is not None:
+            self._whole()
+            return self.outputs
         with torch.no_grad():
             for call in self._calls:
                 call()
@@ -61,7 +66,9 @@ class Tape(Generic[T]):
 
 
 def _chained(calls: Iterable[Call]) -> Iterator[Call]:
-    """A call may offer `chain(calls) -> call`; neighbours that offer the same one become one call."""
+    """A call may offer `chain(calls) -> call`, if it runs no torch op; neighbours that offer the same one become one
+    call, which offers it again.
+    """
     for chain, neighbours in groupby(calls, key=lambda call: getattr(call, "chain", None)):
         run = list(neighbours)
         if chain is None or len(run) == 1:
