@@ -9,6 +9,7 @@ import torch
 from protocol import Request, serve
 
 from ostinato.ops.cpu.ceilings import arithmetic_ceiling, read_ceiling
+from ostinato.ops.cpu.huge_pages import prefer_huge_pages
 from ostinato.ops.cpu.launch import Launch, open_runtime
 
 BUFFER_BYTES = 384 * 2**20  # far larger than any cache
@@ -19,8 +20,11 @@ _launches: dict[str, tuple[Launch, int]] = {}
 
 def load(request: Request) -> dict[str, str]:
     runtime = open_runtime(num_threads=request["threads"])
-    # Written, not just zeroed by the system: pages that nobody wrote to are all one page, not memory.
-    buffer = torch.empty(BUFFER_BYTES + 64, dtype=torch.uint8).fill_(1)
+    # In huge pages as the engine's weights are, or it would outrun its own ceiling; and written, not just zeroed by
+    # the system: pages that nobody wrote to are all one page, not memory.
+    buffer = torch.empty(BUFFER_BYTES + 64, dtype=torch.uint8)
+    prefer_huge_pages(buffer)
+    buffer.fill_(1)
     _launches["bytes"] = read_ceiling(runtime, buffer[-buffer.data_ptr() % 64 :])
     _launches["operations"] = arithmetic_ceiling(runtime, torch.bfloat16)
     measure(request)
