@@ -25,6 +25,7 @@ LEVELS = {
     "kv": 2,
     "models": 3,
     "engine": 4,
+    "server": 5,
     "testing": 5,
     "cli": 6,
     "__main__": 7,
