@@ -29,3 +29,7 @@ class PadContractError(OstinatoError, ValueError):
 
 class CaptureError(OstinatoError, RuntimeError):
     """A callable did something that a captured graph cannot repeat (for example a host read of device data)."""
+
+
+class ParallelError(OstinatoError, RuntimeError):
+    """A rank is gone, too late, or out of step with the others; the whole group has to end."""

@@ -19,6 +19,7 @@ LEVELS = {
     "padding": 0,
     "graphs": 1,
     "ops": 1,
+    "parallel": 1,
     "text": 1,
     "moe": 2,
     "attention": 2,
