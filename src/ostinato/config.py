@@ -25,6 +25,7 @@ CAPTURES = ("lazy", "startup")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "numba", "reference")
 ISAS = ("auto", "avx512_bf16", "portable")
+QUANTIZATIONS = ("int8",)
 
 _UNITS: Mapping[str, int] = {
     "": 1,
@@ -65,6 +66,9 @@ class EngineConfig:
         None, "Checkpoint directory, hub id, or fetched model; the bundled demo when left out", flag=False
     )
     dtype: str = _option("auto", "Weights and activations; auto takes the checkpoint's", choices=DTYPES)
+    quantization: str | None = _option(
+        None, "Keep and multiply weights as int8, all but routers and head", choices=QUANTIZATIONS
+    )
     device: str = _option("auto", "Where to run; auto takes the GPU when there is one", choices=DEVICES)
     kernels: str = _option("auto", "Compiled kernels, or plain torch as the reference", choices=KERNELS)
     isa: str = _option("auto", "Instructions the kernels use; auto takes the best there are", choices=ISAS)
@@ -178,6 +182,12 @@ _COMBINATIONS: tuple[_Refused, ...] = (
     (
         lambda c: c.graph == "cuda" and c.device == "cpu",
         lambda c: "graph 'cuda' needs a GPU, device is 'cpu'; use graph 'tape' or device 'cuda'",
+    ),
+    (
+        lambda c: c.quantization is not None and c.kernels == "reference",
+        lambda c: (
+            f"quantization {c.quantization!r} needs compiled kernels, kernels is 'reference'; use 'numba'"
+        ),
     ),
     (
         lambda c: c.chunked_prefill_size is not None and c.chunked_prefill_size % c.page_size != 0,

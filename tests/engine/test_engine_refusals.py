@@ -155,8 +155,18 @@ def test_streams_refuse_when_first_read(llm: LLM, refuses: Any) -> None:
         ({"kv_memory": "1KiB"}, ConfigError, "kv_memory of 1024 bytes holds 0 pages"),
         ({"num_pages": 1}, ConfigError, "num_pages must be a whole number of at least 2, got 1"),
         ({"graph": "cuda"}, ConfigError, "'cuda'"),
+        (
+            {"quantization": "int8", "dtype": "float16"},
+            ConfigError,
+            "quantization 'int8' cannot run with dtype float16; use bfloat16 or float32",
+        ),
+        (
+            {"quantization": "int8", "page_size": 8, "chunked_prefill_size": 64},
+            ConfigError,
+            "quantization 'int8' cannot run with page_size 8; use a multiple of 16",
+        ),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_options_that_cannot_work(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:

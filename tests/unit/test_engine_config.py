@@ -31,6 +31,10 @@ def test_defaults_are_valid_and_frozen() -> None:
         ({"graph": "cudagraph"}, r"graph 'cudagraph' is unknown"),
         ({"capture": "never"}, r"capture 'never'"),
         ({"device": "tpu"}, r"device 'tpu'"),
+        (
+            {"quantization": "int4"},
+            r"quantization 'int4' is unknown.*did you mean 'int8'.*choose one of int8",
+        ),
         ({"threads": 0}, r"threads must be a whole number of at least 1, got 0"),
         ({"threads": True}, r"threads must be"),
         ({"seed": -1}, r"seed must be"),
@@ -63,6 +67,7 @@ def test_a_bad_value_is_named(options: dict[str, Any], says: str) -> None:
         ({"disable_padding": True, "decode_buckets": [1, 2]}, r"disable_padding.*drop one"),
         ({"graph": "tape", "device": "cuda"}, r"use graph 'cuda' or device 'cpu'"),
         ({"graph": "cuda", "device": "cpu"}, r"use graph 'tape' or device 'cuda'"),
+        ({"quantization": "int8", "kernels": "reference"}, r"needs compiled kernels.*use 'numba'"),
         ({"chunked_prefill_size": 100}, r"100 is no multiple of page_size 16; use 96"),
         ({"chunked_prefill_size": 8}, r"use 16"),
         ({"chunked_prefill_size": 0, "mixed_prefill": True}, r"mixed_prefill needs chunks"),

@@ -123,7 +123,7 @@ def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, Attention
     """The op set and the attention over `pool`.
 
     "auto" takes compiled kernels wherever they can run: bf16 or fp32, pages of a multiple of 16 tokens. Raises
-    ConfigError when they are asked for by name and cannot.
+    ConfigError when they are asked for, by name or by a quantization, and cannot.
     """
     layout = pool.layout
     refused = ""
@@ -133,6 +133,8 @@ def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, Attention
         refused = f"page_size {layout.page_size}; use a multiple of 16"
     if config.kernels == "numba" and refused:
         raise ConfigError(f"kernels 'numba' cannot run with {refused}, or kernels 'reference'")
+    if config.quantization is not None and refused:
+        raise ConfigError(f"quantization {config.quantization!r} cannot run with {refused}")
     if config.kernels == "reference" or refused:
         return ReferenceOps(), ReferenceAttention(pool)
     # Imported here: compiling and loading kernels costs time that a run without them need not spend.
@@ -140,7 +142,12 @@ def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, Attention
     from ostinato.ops.cpu.opset import open_numba_ops
 
     isa = None if config.isa == "auto" else config.isa
-    ops = open_numba_ops(isa=isa, num_threads=torch.get_num_threads(), cache_dir=cache_dir() / "kernels")
+    ops = open_numba_ops(
+        isa=isa,
+        num_threads=torch.get_num_threads(),
+        cache_dir=cache_dir() / "kernels",
+        quantization=config.quantization,
+    )
     return ops, CpuAttention(pool, ops.runtime)
 
 
