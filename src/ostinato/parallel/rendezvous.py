@@ -1,0 +1,143 @@
+"""How ranks find each other: a key-value store, and the groups that a layout needs, made over the best transport.
+
+    control   all ranks; waits for ever, since between two calls of a user nothing has to happen
+    world     all ranks; what a step gathers
+    attn      the ranks that split the attention heads of one data-parallel group
+
+Ranks on one machine share memory, others use gloo. Knows nothing of models, and starts no process. Invariant: every
+rank makes the same groups in the same order, and all of them take the same transport.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ostinato.errors import ConfigError, ParallelError
+from ostinato.parallel.collectives import Group, SingleGroup
+from ostinato.parallel.distributed import GlooGroup
+from ostinato.parallel.shm import (
+    DEFAULT_CAPACITY,
+    ShmGroup,
+    Watchdog,
+    create_memory,
+    memory_bytes,
+    shm_supported,
+)
+from ostinato.parallel.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This rank's place and its groups."""
+
+    topology: Topology
+    control: Group
+    world: Group
+    attn: Group
+    transport: str = "single"
+
+    def close(self) -> None:
+        for group in (self.control, self.world, self.attn):
+            group.close()
+
+    def fail(self) -> None:
+        """Tell the others, where the transport can, that this rank gives up."""
+        for group in (self.control, self.world, self.attn):
+            if isinstance(group, ShmGroup):
+                group.fail()
+
+
+def single_world() -> World:
+    """One rank, alone: every collective is the identity."""
+    alone = SingleGroup()
+    return World(Topology(), alone, alone, alone)
+
+
+def join(
+    topology: Topology,
+    store: Store,
+    watchdog: Watchdog,
+    *,
+    transport: str = "auto",
+    host: str | None = None,
+    capacity: int = DEFAULT_CAPACITY,
+) -> World:
+    """Meet the other ranks at `store` and make the groups of `topology`.
+
+    transport: "shm", "gloo", or "auto" for shared memory where all ranks are on one machine that has it. host: this
+    machine's address for gloo. Raises ParallelError when ranks disagree about the layout, ConfigError for "shm" where
+    it cannot be.
+    """
+    if topology.tp == 1:
+        return single_world()
+    _agree(topology, store)
+    near = _one_machine(topology, store)
+    if transport == "shm" and not near:
+        raise ConfigError("transport 'shm' needs all ranks on one x86 Linux machine; use transport 'gloo'")
+    chosen = "shm" if near and transport != "gloo" else "gloo"
+    everybody, attn_ranks = tuple(range(topology.tp)), topology.attn_tp_ranks
+
+    def make(name: str, ranks: Sequence[int], dog: Watchdog) -> Group:
+        rank = ranks.index(topology.rank)
+        label = f"{name} group"
+        if len(ranks) == 1:
+            return SingleGroup(label)
+        own = PrefixStore(f"{name}/{ranks[0]}", store)
+        if chosen == "gloo":
+            return GlooGroup(own, rank, ranks, dog.timeout_s, host=host, name=label)
+        memory = _share(own, rank, len(ranks), capacity)
+        return ShmGroup(memory, rank, ranks, dog, capacity=capacity, name=label)
+
+    patient = Watchdog(None, watchdog.check)
+    return World(
+        topology,
+        make("control", everybody, patient),
+        make("world", everybody, watchdog),
+        make("attn", attn_ranks, watchdog),
+        chosen,
+    )
+
+
+def _agree(topology: Topology, store: Store) -> None:
+    """Every rank was given the same layout, or all of them stop here."""
+    mine = f"tp {topology.tp}, dp {topology.dp}, ep {topology.ep}, cp {topology.cp}"
+    if topology.rank == 0:
+        store.set("layout", mine)
+    theirs = store.get("layout").decode()
+    if theirs != mine:
+        raise ParallelError(
+            f"rank {topology.rank} was started with {mine}, rank 0 with {theirs}; start all ranks with the same options"
+        )
+
+
+def _one_machine(topology: Topology, store: Store) -> bool:
+    """Whether all ranks see the same processes, so that each can find the others' memory."""
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    here = f"rank {topology.rank}"
+    if shm_supported() and boot.exists() and pids.exists():
+        here = f"{boot.read_text().strip()} {pids.readlink()} {os.getuid()}"
+    store.set(f"machine/{topology.rank}", here)
+    return all(store.get(f"machine/{r}").decode() == here for r in range(topology.tp))
+
+
+def _share(store: Store, rank: int, size: int, capacity: int) -> mmap.mmap:
+    """Shared memory of a group: its first rank makes it, the others open it through that rank's process."""
+    length = memory_bytes(size, capacity)
+    if rank == 0:
+        fd = create_memory(size, capacity=capacity)
+        store.set("memory", f"/proc/{os.getpid()}/fd/{fd}")
+    else:
+        fd = os.open(store.get("memory").decode(), os.O_RDWR)
+    try:
+        memory = mmap.mmap(fd, length)
+        store.set(f"mapped/{rank}", "1")
+        store.wait([f"mapped/{r}" for r in range(size)])
+    finally:
+        os.close(fd)
+    return memory
