@@ -211,6 +211,18 @@ def decide_shape(
     )
 
 
+def gathered_rows(shape: StepShape, rules: ShapeRules) -> DpCounts:
+    """Rows of every data-parallel rank in a step that gathers them, by what `decide_shape` decided for one of them.
+
+    A graph has one width on all ranks, equal slots; an eager step follows `pad_dp_counts`. Equal on each rank.
+    """
+    align = math.lcm(rules.attn_tp_size, 1 if shape.mode.is_extend else rules.tokens_per_request)
+    if not shape.eager_reason:
+        every = (shape.padded_num_tokens,) * len(shape.num_tokens)
+        return DpCounts(DpPaddingMode.MAX_LEN, shape.num_tokens, every)
+    return pad_dp_counts(shape.num_tokens, attn_tp_size=align, is_extend=shape.mode.is_extend)
+
+
 def _bucket(mode: StepMode, sizes: list[int], bs: int, rules: ShapeRules, gather: bool) -> tuple[int, str]:
     """The bucket that holds the largest of `sizes` (one per rank seen), or a reason to run eager."""
     buckets = rules.extend if mode.is_extend else rules.decode
