@@ -84,7 +84,9 @@ def test_leaders_speak_for_their_groups() -> None:
     sync = StepSync(Topology(tp=4, dp=2), Scripted(rows))
     assert sync.gather(one) == GroupStep((5, 8), (5, 1), True)
     rows[3] = StepVote(EXTEND, 7, 1).row()
-    with pytest.raises(ParallelError, match="rank 3 wants to run 7 tokens, rank 2, which shares its requests, 8"):
+    with pytest.raises(
+        ParallelError, match="rank 3 wants to run 7 tokens, rank 2, which shares its requests, 8"
+    ):
         StepSync(Topology(tp=4, dp=2), Scripted(rows)).gather(one)
 
 

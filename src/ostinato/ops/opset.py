@@ -231,6 +231,16 @@ class OpSet(Protocol):
         """
         ...
 
+    def combine_slots(
+        self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """out[t] = sum over k, in slot order, in fp32, of weights[t, k] * results[places[t, k]].
+
+        results fp32 [P, H]; places int64 [T, K], negative for nobody; weights fp32 [T, K]; out [T, H]. The bits of
+        `moe_experts`, whose results of one slot each, with weight 1 and an fp32 `out`, are what is added here.
+        """
+        ...
+
     def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         """out = x + y, of one shape; out may be x or y."""
         ...

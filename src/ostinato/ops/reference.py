@@ -264,6 +264,20 @@ class ReferenceOps:
             total = total + slot
         out.copy_(total)
 
+    def combine_slots(
+        self, results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        nobody = places < 0
+        if not len(results):
+            out.zero_()
+            return
+        slots = results[places.clamp_min(0)] * weights.unsqueeze(2)
+        slots.masked_fill_(nobody.unsqueeze(2), 0.0)
+        total = slots[:, 0]
+        for slot in slots.unbind(1)[1:]:
+            total = total + slot
+        out.copy_(total)
+
     def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         torch.add(x, y, out=out)
 

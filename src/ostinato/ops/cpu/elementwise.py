@@ -17,7 +17,7 @@ from ostinato.ops.cpu.row_ops import RowKernel, RowLibraries, Rows, fp32_bits
 class ElementwiseOps:
     """All elementwise ops of one runtime."""
 
-    __slots__ = ("add", "clamp", "embedding", "gather_rows", "sigmoid_gated_add")
+    __slots__ = ("add", "clamp", "combine_slots", "embedding", "gather_rows", "sigmoid_gated_add")
 
     def __init__(self, runtime: Runtime) -> None:
         libraries = RowLibraries(runtime, "elementwise", ELEMENTWISE_FUNCTIONS)
@@ -26,6 +26,7 @@ class ElementwiseOps:
         self.clamp = RowKernel(runtime, libraries, _clamp)
         self.embedding = RowKernel(runtime, libraries, _embedding)
         self.gather_rows = RowKernel(runtime, libraries, _gather_rows)
+        self.combine_slots = RowKernel(runtime, libraries, _combine_slots)
 
 
 def _matrix(
@@ -90,3 +91,25 @@ def _gather_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> Rows
 
 def _embedding(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> Rows:
     return _gather_rows(table, ids, out)
+
+
+def _combine_slots(
+    results: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, out: torch.Tensor
+) -> Rows:
+    slots = (out.shape[0], places.shape[-1])
+    if places.dtype != torch.int64 or places.shape != slots or not places.is_contiguous():
+        raise ValueError(f"places must be contiguous int64 {slots}, got {tuple(places.shape)} {places.dtype}")
+    if weights.dtype != torch.float32 or weights.shape != slots or weights.stride(1) != 1:
+        raise ValueError(f"weights must be float32 {slots}, got {tuple(weights.shape)} {weights.dtype}")
+    if results.dtype != torch.float32 or results.shape[1:] != out.shape[1:]:
+        raise ValueError(f"results {tuple(results.shape)} {results.dtype} do not fit {tuple(out.shape)}")
+    fields = {
+        **_matrix("results", results, None, field.X, field.X_STRIDE),
+        **_matrix("out", out, None, field.OUT, field.OUT_STRIDE),
+        **_size(out),
+        field.X_HEADS: slots[1],
+        field.POSITIONS: places.data_ptr(),
+        field.WEIGHT: weights.data_ptr(),
+        field.BIAS: weights.stride(0) * 4,
+    }
+    return Rows("combine_slots", out.dtype, fields)

@@ -15,7 +15,7 @@ from ostinato.ops.cpu import rows as field
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.norm_ir import Fields, Vector
-from ostinato.ops.cpu.vector_ir import F32, I1, I64, POINTER, Lanes, Value
+from ostinato.ops.cpu.vector_ir import F32, I1, I64, POINTER, VF, Lanes, Value
 
 _LOG2_E = 1.4426950408889634
 # One row: lanes, kind, the block's fields, row, and the vector whose places are visited.
@@ -91,6 +91,42 @@ def _copy_rows(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vec
     lanes.call("llvm.memcpy.p0.p0.i64", ir.VoidType(), target, source, fields[field.DIM], ir.Constant(I1, 0))
 
 
+def _combine_slots(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out[row] = the sum over k, in slot order, of weight[row, k] * x[index[row, k]], x fp32; a negative index adds
+    nothing. The X_HEADS slots of a row are added by the operations of the MoE kernel's own combine.
+    """
+    b, slots = lanes.b, fields[field.X_HEADS]
+    out = fields.row(field.OUT, field.OUT_STRIDE, row)
+    weights = fields.row(field.WEIGHT, field.BIAS, row)
+    places = lanes.at(fields[field.POSITIONS], lanes.times(b.mul(row, slots), 8))
+
+    def visit(j: Value, mask: Value | None) -> None:
+        columns = lanes.times(j, 64)
+
+        def slot(k: Value, sums: list[Value]) -> list[Value]:
+            place = lanes.load(lanes.at(places, lanes.times(k, 8)), I64, 8)
+            before = b.block
+            live, after = b.append_basic_block("live"), b.append_basic_block("next")
+            b.cbranch(b.icmp_signed(">=", place, lanes.i64(0)), live, after)
+            b.position_at_end(live)
+            weight = lanes.splat(lanes.load(lanes.at(weights, lanes.times(k, 4)), F32, 4))
+            at = lanes.at(fields.row(field.X, field.X_STRIDE, place), columns)
+            values = lanes.load(at) if mask is None else lanes.load_masked(at, mask, VF)
+            added = lanes.fma(values, weight, sums[0])
+            last = b.block
+            b.branch(after)
+            b.position_at_end(after)
+            merged = b.phi(VF)
+            merged.add_incoming(sums[0], before)
+            merged.add_incoming(added, last)
+            return [merged]
+
+        (total,) = lanes.loop(slots, [lanes.floats(0.0)], slot)
+        kind.store(lanes, total, lanes.at(out, vector.offset(j)), mask)
+
+    vector.each(visit)
+
+
 ELEMENTWISE_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
     {
         name: NativeFunction(3, _each_row(body))
@@ -99,6 +135,7 @@ ELEMENTWISE_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
             ("sigmoid_gated_add", _sigmoid_gated_add),
             ("clamp", _clamp),
             ("copy_rows", _copy_rows),
+            ("combine_slots", _combine_slots),
         )
     }
 )

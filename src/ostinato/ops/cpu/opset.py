@@ -54,6 +54,7 @@ class NumbaOps:
         self.add = elements.add
         self.sigmoid_gated_add, self.clamp = elements.sigmoid_gated_add, elements.clamp
         self.embedding, self.gather_rows = elements.embedding, elements.gather_rows
+        self.combine_slots = elements.combine_slots
         self.scale_by_position = reference.scale_by_position
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
