@@ -1,0 +1,45 @@
+// The table of buckets: how many of the rows that steps computed were real, and how the steps ran.
+
+import { amount, percent } from "/dashboard/scale.js";
+
+function cell(text, kind = "td", className = "") {
+  const element = document.createElement(kind);
+  element.textContent = text;
+  element.className = className;
+  return element;
+}
+
+/** A bar whose filled part is the real rows. */
+function bar(bucket, share) {
+  const box = document.createElement("td");
+  const outer = document.createElement("div");
+  outer.className = `bar ${bucket.kind}`;
+  outer.title = `${bucket.real_rows.toLocaleString()} real rows, ${bucket.pad_rows.toLocaleString()} pads`;
+  const real = document.createElement("i");
+  real.style.width = `${(1 - share) * 100}%`;
+  outer.append(real);
+  box.append(outer);
+  return box;
+}
+
+/** Fill the table; buckets as in the server's data. */
+export function showBuckets(buckets) {
+  const rows = buckets.map((bucket) => {
+    const share = bucket.pad_rows / (bucket.real_rows + bucket.pad_rows);
+    const name = cell(bucket.key.replaceAll("/", " "), "th");
+    name.scope = "row";
+    const row = document.createElement("tr");
+    row.append(name, bar(bucket, share));
+    for (const text of [percent(share), amount(bucket.replays), amount(bucket.eager)]) {
+      row.append(cell(text, "td", "number"));
+    }
+    return row;
+  });
+  document.getElementById("buckets").replaceChildren(...rows);
+  document.getElementById("buckets-empty").hidden = rows.length > 0;
+  document.querySelector(".buckets").hidden = rows.length === 0;
+  const real = buckets.reduce((sum, bucket) => sum + bucket.real_rows, 0);
+  const pads = buckets.reduce((sum, bucket) => sum + bucket.pad_rows, 0);
+  document.getElementById("padding-note").textContent =
+    real + pads ? `${percent(pads / (real + pads))} of ${amount(real + pads)} rows were pads` : "";
+}
