@@ -1,4 +1,5 @@
-"""Engine options: one frozen dataclass, validated when made, from which the command line's flags derive.
+"""Options of the engine and the server: frozen dataclasses, validated when made, from which the command line's flags
+derive.
 
 The only module that reads the environment, and only when one of its functions is called. It must not import
 torch (a dtype is a string here) or know how an option is carried out. Invariant: an `EngineConfig` that
@@ -102,7 +103,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            self._check(spec)
+            _check(self, spec)
         if self.chunked_prefill_size == 0:
             object.__setattr__(self, "chunked_prefill_size", None)
         for refused, message in _COMBINATIONS:
@@ -115,13 +116,13 @@ class EngineConfig:
 
         Raises ConfigError for a name that is no option, with the closest one that is.
         """
-        _refuse_unknown(options)
+        _refuse_unknown(cls, options)
         given = {name: value for name, value in options.items() if value is not None}
         return cls(**(environment_options(environ) | given))
 
     def replace(self, **options: Any) -> Self:
         """A copy with some options changed; unknown names are refused as in `of`."""
-        _refuse_unknown(options)
+        _refuse_unknown(type(self), options)
         return dataclasses.replace(self, **options)
 
     @property
@@ -129,31 +130,88 @@ class EngineConfig:
         """`kv_memory` in bytes."""
         return None if self.kv_memory is None else parse_bytes(self.kv_memory, name="kv_memory")
 
-    def _check(self, spec: Field[Any]) -> None:
-        value, choices, minimum = getattr(self, spec.name), spec.metadata["choices"], spec.metadata["minimum"]
-        if value is None and "None" in str(spec.type):
-            return
-        if spec.name.endswith("_buckets"):
-            object.__setattr__(self, spec.name, _check_buckets(spec.name, value))
-        elif spec.name == "kv_memory":
-            parse_bytes(value, name=spec.name)
-        elif choices is not None:
-            if value not in choices:
-                hint = difflib.get_close_matches(str(value), choices, n=1)
-                meant = f" (did you mean {hint[0]!r}?)" if hint else ""
-                raise ConfigError(
-                    f"{spec.name} {value!r} is unknown{meant}; choose one of {', '.join(choices)}"
-                )
-        elif minimum is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-                raise ConfigError(f"{spec.name} must be a whole number of at least {minimum}, got {value!r}")
-        elif not isinstance(value, bool if spec.type == "bool" else str):
-            kind = "True or False" if spec.type == "bool" else "a string"
-            raise ConfigError(f"{spec.name} must be {kind}, got {value!r}")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of the HTTP server in front of an engine. Raises ConfigError naming field, value and remedy.
+
+    Times are seconds, sizes bytes. `api_keys`: any of them opens the API; without one it is open to all who reach it.
+    """
+
+    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface")
+    port: int = _option(8000, "Port to listen on; 0 for any free one", minimum=0)
+    api_keys: tuple[str, ...] = _option(
+        (), "Key that clients must send (repeatable); also OSTINATO_API_KEY", flag=False
+    )
+    served_model_name: str | None = _option(None, "Name of the model in the API; the model option by default")
+    cors_origins: tuple[str, ...] = _option(
+        (), "Origin whose pages may call the API (repeatable); none by default", flag=False
+    )
+    max_queued_requests: int = _option(
+        256, "Completions that may wait beyond those running; more are answered 429", minimum=0
+    )
+    max_body_bytes: str | int = _option(
+        "8MiB", "Largest request body, bytes or like 8MiB; larger ones get 413"
+    )
+    request_timeout: int = _option(600, "Longest time a request may take, in seconds", minimum=1)
+    body_timeout: int = _option(30, "Longest time for a request's body to arrive, in seconds", minimum=1)
+    shutdown_timeout: int = _option(
+        30, "After SIGTERM, how long running requests may go on, in seconds", minimum=0
+    )
+    max_restarts: int = _option(3, "Restarts of a crashed engine in a row before giving up", minimum=0)
+    access_log: bool = _option(True, "Write a JSON line for each request to stdout")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            _check(self, spec)
+        parse_bytes(self.max_body_bytes, name="max_body_bytes")
+        if self.port > 65535:
+            raise ConfigError(f"port must be at most 65535, got {self.port}")
+
+    @classmethod
+    def of(cls, *, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
+        """From options by name, then the environment (OSTINATO_API_KEY), then defaults. None means "left out"."""
+        _refuse_unknown(cls, options)
+        env = os.environ if environ is None else environ
+        given = {name: value for name, value in options.items() if value is not None}
+        if env.get("OSTINATO_API_KEY"):
+            given.setdefault("api_keys", (env["OSTINATO_API_KEY"],))
+        return cls(**given)
+
+    @property
+    def body_limit(self) -> int:
+        """`max_body_bytes` in bytes."""
+        return parse_bytes(self.max_body_bytes, name="max_body_bytes")
 
 
-def _refuse_unknown(options: Mapping[str, Any]) -> None:
-    names = [spec.name for spec in fields(EngineConfig)]
+def _check(config: EngineConfig | ServerConfig, spec: Field[Any]) -> None:
+    """One field alone; writes it back where it has a looser spelling."""
+    value, choices, minimum = getattr(config, spec.name), spec.metadata["choices"], spec.metadata["minimum"]
+    if (value is None and "None" in str(spec.type)) or spec.name == "max_body_bytes":
+        return
+    if spec.name.endswith("_buckets"):
+        object.__setattr__(config, spec.name, _check_buckets(spec.name, value))
+    elif spec.name == "kv_memory":
+        parse_bytes(value, name=spec.name)
+    elif spec.type == "tuple[str, ...]":
+        if isinstance(value, str) or not all(isinstance(item, str) and item for item in value):
+            raise ConfigError(f"{spec.name} must be a list of non-empty strings, got {value!r}")
+        object.__setattr__(config, spec.name, tuple(value))
+    elif choices is not None:
+        if value not in choices:
+            hint = difflib.get_close_matches(str(value), choices, n=1)
+            meant = f" (did you mean {hint[0]!r}?)" if hint else ""
+            raise ConfigError(f"{spec.name} {value!r} is unknown{meant}; choose one of {', '.join(choices)}")
+    elif minimum is not None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ConfigError(f"{spec.name} must be a whole number of at least {minimum}, got {value!r}")
+    elif not isinstance(value, bool if spec.type == "bool" else str):
+        kind = "True or False" if spec.type == "bool" else "a string"
+        raise ConfigError(f"{spec.name} must be {kind}, got {value!r}")
+
+
+def _refuse_unknown(cls: type[EngineConfig] | type[ServerConfig], options: Mapping[str, Any]) -> None:
+    names = [spec.name for spec in fields(cls)]
     for name in options:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)

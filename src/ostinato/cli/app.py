@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ostinato import __version__
-from ostinato.cli import bench, chat, fetch, generate
+from ostinato.cli import bench, chat, fetch, generate, serve
 from ostinato.errors import OstinatoError
 
 # Root of what the parser raises at users; typer has no public name for it.
@@ -81,6 +81,7 @@ def _root(
 
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("fetch")(fetch.fetch)
 app.command("bench")(bench.bench)
 

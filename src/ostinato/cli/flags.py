@@ -15,7 +15,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from ostinato.config import EngineConfig
+from ostinato.config import EngineConfig, ServerConfig
 
 _TYPES: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": str}
 
@@ -52,7 +52,14 @@ SAMPLING_FLAGS = (
 
 def engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter `engine` by one flag per engine option; the command gets those given."""
-    return _expand(command, "engine", [_engine_flag(s) for s in fields(EngineConfig) if s.metadata["flag"]])
+    flags = [_option_flag(s, "Engine") for s in fields(EngineConfig) if s.metadata["flag"]]
+    return _expand(command, "engine", flags)
+
+
+def server_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `server` by one flag per option of the server."""
+    flags = [_option_flag(s, "Server") for s in fields(ServerConfig) if s.metadata["flag"]]
+    return _expand(command, "server", flags)
 
 
 def sampling_flags(*, without: Iterable[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -96,7 +103,7 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _engine_flag(spec: Field[Any]) -> _Flag:
+def _option_flag(spec: Field[Any], panel: str) -> _Flag:
     """A switch has the one direction that changes something: what is on by default gets a `--no-` flag."""
     kind = _TYPES.get(str(spec.type).split(" | ")[0], str)
     name, text = spec.name, spec.metadata["help"]
@@ -110,7 +117,7 @@ def _engine_flag(spec: Field[Any]) -> _Flag:
         notes.append(f"default {spec.default}")
     text += f" ({', '.join(notes)})" if notes else ""
     option = typer.Option(
-        f"--{name.replace('_', '-')}", help=f"{text}.", rich_help_panel="Engine", show_default=False
+        f"--{name.replace('_', '-')}", help=f"{text}.", rich_help_panel=panel, show_default=False
     )
     return _Flag(spec.name, _parameter(name, kind, option), constant=False if negated else None)
 

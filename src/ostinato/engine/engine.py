@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ostinato.config import EngineConfig
+from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.launch import launch
-from ostinato.engine.output import OutputStream
+from ostinato.engine.output import OutputStream, as_rows
 from ostinato.engine.progress import Report
 from ostinato.engine.request import FinishReason, Logprob, Request, RequestOutput, SamplingParams
 from ostinato.engine.sampler import Sampled, SampleInput, mix64, sample, top_logprobs
@@ -47,6 +48,7 @@ class Engine:
     def __init__(self, config: EngineConfig, report: Report) -> None:
         self.config = config
         parts = launch(config, report)
+        self.directory = parts.directory
         self.model_config = parts.model_config
         self.worker = parts.worker
         self.scheduler = parts.scheduler
@@ -153,6 +155,15 @@ class Engine:
 
         When it raises, the requests of the step have ended with reason "error"; the next call returns them.
         """
+        self._advance()
+        return self._collect()
+
+    def step_deltas(self) -> list[SequenceDelta]:
+        """Run one step as `step` does; returns only what it added. Give a request to one of the two, not to both."""
+        self._advance()
+        return self._collect_deltas()
+
+    def _advance(self) -> None:
         plan = self.scheduler.schedule()
         for sequence in self.scheduler.take_failed():
             self._end(sequence)
@@ -163,7 +174,6 @@ class Engine:
                 for row in plan.rows:
                     self._finish_request(row.sequence.request.request_id, "error")
                 raise
-        return self._collect()
 
     def _run(self, plan: StepPlan) -> None:
         result = self.worker.execute(plan, self._take_prompt_logits)
@@ -211,6 +221,23 @@ class Engine:
             if output.finished:
                 del self._live[live.request.request_id]
         return outputs
+
+    def _collect_deltas(self) -> list[SequenceDelta]:
+        deltas: list[SequenceDelta] = []
+        for live in [live for live in self._live.values() if live.touched]:
+            live.touched = False
+            name = live.request.request_id
+            news = [delta for stream in live.streams if (delta := stream.take_delta(name)) is not None]
+            if news and live.prompt_logprobs is not None:
+                news[0].prompt_logprobs = [None if p is None else as_rows(p) for p in live.prompt_logprobs]
+                live.prompt_logprobs = None
+            if news:
+                news[0].num_cached_tokens = live.sequences[0].num_cached
+            if all(s.state is SequenceState.FINISHED for s in live.sequences):
+                news[-1].done = True
+                del self._live[name]
+            deltas += news
+        return deltas
 
     # ---- ends ----
 

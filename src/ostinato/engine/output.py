@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ostinato.engine.delta import SequenceDelta, TokenLogprobs
 from ostinato.engine.request import CompletionOutput, FinishReason, Logprob, SamplingParams
 from ostinato.engine.sampler import Sampled
 from ostinato.text.detokenizer import Detokenizer
@@ -41,6 +42,8 @@ class OutputStream:
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative = 0.0
+        self._taken = 0  # tokens that deltas have handed out
+        self._told = False  # whether a delta has handed out the end
 
     @property
     def text(self) -> str:
@@ -94,7 +97,27 @@ class OutputStream:
         self.delta = ""
         return output
 
+    def take_delta(self, request_id: str) -> SequenceDelta | None:
+        """What came since the last `take_delta`, or None when nothing did. A caller uses this or `take`, not both."""
+        first, self._taken = self._taken, len(self.token_ids)
+        ended = self.finish_reason is not None and not self._told
+        if first == self._taken and not self.delta and not ended:
+            return None
+        news = SequenceDelta(request_id, self.index, self.delta, self.token_ids[first:])
+        self.delta = ""
+        if ended:
+            self._told = True
+            news.finish_reason, news.stop_reason = self.finish_reason, self.stop_reason
+        if self._logprobs is not None:
+            news.logprobs = [as_rows(position) for position in self._logprobs[first:]]
+        return news
+
     def _hand_out(self, text: str) -> None:
         if text:
             self._text.append(text)
             self.delta += text
+
+
+def as_rows(position: dict[int, Logprob]) -> TokenLogprobs:
+    """One position's log-probabilities as rows, in their order."""
+    return [(token, value.logprob, value.rank) for token, value in position.items()]

@@ -1,0 +1,104 @@
+"""The application: routes, error shapes, the background tasks of a server's life.
+
+Knows nothing of sockets or signals (`run.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from ostinato import __version__
+from ostinato.config import EngineConfig, ServerConfig
+from ostinato.server import routes_generate, routes_info
+from ostinato.server.api_errors import ApiError, ClientGoneError, from_validation
+from ostinato.server.dashboard.routes import dashboard_router
+from ostinato.server.edge import Edge, ErrorResponse
+from ostinato.server.exposition import Exposition
+from ostinato.server.service import Service
+
+_CLIENT_CLOSED = 499
+_SAMPLE_S = 1.0
+
+
+def build_app(config: EngineConfig, options: ServerConfig) -> tuple[ASGIApp, Service]:
+    """The whole application, and the service behind it."""
+    service = Service(config, options)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        sampler = asyncio.create_task(_sample(service))
+        try:
+            yield
+        finally:
+            sampler.cancel()
+            await service.stop()
+
+    app = FastAPI(
+        title="ostinato",
+        summary="OpenAI-compatible API of an LLM engine whose answers repeat exactly.",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service, app.state.exposition = service, Exposition(service)
+    app.include_router(routes_generate.router)
+    app.include_router(routes_info.router)
+    app.include_router(dashboard_router(service.dashboard))
+    _handle_errors(app)
+    guarded: ASGIApp = Edge(app, options, service.metrics.http)
+    if options.cors_origins:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    return guarded, service
+
+
+async def _sample(service: Service) -> None:
+    while True:
+        await asyncio.sleep(_SAMPLE_S)
+        if service.client.stats:
+            service.metrics.recorder.sample(service.client.stats)
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Every error in OpenAI's shape."""
+
+    async def problem(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return ErrorResponse(error)
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return ErrorResponse(from_validation(error.errors()))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = f"{request.method} {request.url.path}"
+        message = {404: f"there is no {what} here", 405: f"{what} is not allowed"}.get(error.status_code)
+        return ErrorResponse(ApiError(error.status_code, message or str(error.detail)))
+
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=_CLIENT_CLOSED)
+
+    async def bug(_: Request, __: Exception) -> Response:
+        return ErrorResponse(ApiError(500, "the server has made a mistake; its log tells more"))
+
+    app.add_exception_handler(ApiError, problem)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGoneError, gone)
+    app.add_exception_handler(Exception, bug)

@@ -1,0 +1,218 @@
+"""The server's side of the engine: takes requests, hands out news, and keeps an engine process running.
+
+    submit ─▶ Submit ═▶ engine process ═▶ Deltas ─▶ each request's Stream
+    crash ─▶ every Stream fails ─▶ restart
+
+Lives on the event loop. Knows nothing of HTTP, text or models. Invariants: a bounded number of sequences is in flight;
+when a process ends, every stream that waits on it ends within that turn of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
+from enum import Enum
+from itertools import count
+from typing import Any
+
+from ostinato.config import EngineConfig, ServerConfig
+from ostinato.engine.delta import SequenceDelta
+from ostinato.engine.request import SamplingParams
+from ostinato.server.api_errors import ApiError, bad_field, engine_down
+from ostinato.server.messages import Abort, Deltas, EngineInfo, Event, Failed, Ready, Refused, Stats, Submit
+from ostinato.server.metrics import Metrics
+from ostinato.server.streams import Stream
+from ostinato.server.supervisor import EngineProcess
+
+STEADY_S = 60.0
+"""An engine that has served so long starts a new count of restarts in a row."""
+
+
+class EngineState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"
+    DOWN = "down"
+
+
+class EngineClient:
+    """Requests in, streams out. `failure` is set, and `over` with it, when the engine is given up."""
+
+    def __init__(self, config: EngineConfig, options: ServerConfig, metrics: Metrics) -> None:
+        self.state = EngineState.STARTING
+        self.info: EngineInfo | None = None
+        self.stats: dict[str, Any] = {}
+        self.failure: str | None = None
+        self.over = asyncio.Event()
+        self.restarts = 0
+        self.in_flight = 0
+        self._config = config
+        self._options = options
+        self._metrics = metrics
+        self._streams: dict[str, Stream] = {}
+        self._names = count()
+        self._process: EngineProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._readying: asyncio.Task[None] | None = None
+        self._on_ready: Callable[[EngineInfo], Awaitable[None]] | None = None
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    # ---- life ----
+
+    def start(self, on_ready: Callable[[EngineInfo], Awaitable[None]]) -> None:
+        """Start the engine and keep it running; each that has loaded serves once `on_ready` has returned."""
+        self._on_ready = on_ready
+        self._task = asyncio.create_task(self._keep_running())
+
+    async def stop(self) -> None:
+        """End the engine; streams that are still open fail."""
+        loaded = self.state is EngineState.READY
+        self.state = EngineState.STOPPING
+        if self._process is not None:
+            await self._process.stop(loaded=loaded)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self._fail_all("the server is shutting down")
+
+    async def _keep_running(self) -> None:
+        in_a_row = 0
+        while True:
+            started = time.monotonic()
+            self._process = process = EngineProcess(self._on_event)
+            await process.start(self._config)
+            status = await process.wait()
+            process.close()
+            if self.state is EngineState.STOPPING:
+                return
+            ready, self.state = self.state is EngineState.READY, EngineState.STARTING
+            self._fail_all("the engine has crashed; try again in a moment")
+            in_a_row = 0 if ready and time.monotonic() - started > STEADY_S else in_a_row
+            if self.failure is None and in_a_row >= self._options.max_restarts:
+                self.failure = (
+                    f"the engine process ended with status {status} after {in_a_row} restarts in a row"
+                )
+            if self.failure is not None:
+                self.state = EngineState.DOWN
+                self.over.set()
+                return
+            in_a_row += 1
+            self.restarts += 1
+            print(
+                f"ostinato: the engine process ended with status {status}; starting it again", file=sys.stderr
+            )
+
+    # ---- requests ----
+
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+        extra_key: str = "",
+    ) -> Stream:
+        """Send prompts to the engine. Raises ApiError: 503 without an engine, 429 when too many are in flight."""
+        self.check_ready()
+        wanted = sum(p.n for p in params)
+        assert self.info is not None
+        capacity = self.info.max_running_requests + self._options.max_queued_requests
+        if wanted > capacity:
+            raise bad_field(
+                "n", f"{wanted} completions are asked for at once, the server holds {capacity}; lower n"
+            )
+        if self.in_flight + wanted > capacity:
+            self._metrics.rejected += 1
+            raise ApiError(
+                429,
+                f"{self.in_flight} completions are in flight of at most {capacity}; try again",
+                retry_after=1,
+            )
+        assert self._process is not None
+        names = [f"r{next(self._names)}" for _ in prompts]
+        stream = Stream(names, wanted, self._close)
+        self.in_flight += wanted
+        for name, prompt, one in zip(names, prompts, params, strict=True):
+            self._streams[name] = stream
+            self._process.send(Submit(name, prompt, given_params(one), priority, extra_key))
+        self._metrics.prompt_tokens += sum(len(prompt) for prompt in prompts)
+        return stream
+
+    def check_ready(self) -> None:
+        """Raises ApiError 503 unless requests can be served now."""
+        if self.state is EngineState.READY:
+            return
+        why = {
+            EngineState.STARTING: "the engine is being loaded; try again in a moment",
+            EngineState.STOPPING: "the server is shutting down",
+            EngineState.DOWN: "the engine is down",
+        }[self.state]
+        raise engine_down(why)
+
+    def _close(self, stream: Stream) -> None:
+        self.in_flight -= stream.num_sequences
+        if stream.open_ids:
+            if self._process is not None:
+                self._process.send(Abort(sorted(stream.open_ids)))
+            self._metrics.finished("abort", len(stream.open_ids))
+        for name in stream.request_ids:
+            self._streams.pop(name, None)
+
+    def _fail_all(self, why: str) -> None:
+        for stream in set(self._streams.values()):
+            stream.open_ids.clear()  # there is nobody to abort them
+            stream.fail(engine_down(why))
+        self._streams.clear()
+
+    # ---- events ----
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, Deltas):
+            self._hand_out(event.items)
+        elif isinstance(event, Stats):
+            self.stats = event.values
+        elif isinstance(event, Ready):
+            self._readying = asyncio.create_task(self._become_ready(event.info))
+        elif isinstance(event, Refused):
+            stream = self._streams.pop(event.request_id, None)
+            if stream is not None:
+                stream.open_ids.discard(event.request_id)
+                stream.fail(bad_field(None, event.message))
+        elif isinstance(event, Failed):
+            self.failure = event.message
+
+    async def _become_ready(self, info: EngineInfo) -> None:
+        process = self._process
+        if self._on_ready is not None:
+            await self._on_ready(info)
+        if self._process is process and self.state is EngineState.STARTING:
+            self.info, self.state = info, EngineState.READY
+
+    def _hand_out(self, deltas: list[SequenceDelta]) -> None:
+        touched: dict[Stream, None] = {}
+        now = time.perf_counter()
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is None:
+                continue  # closed: what was under way has nobody
+            stream.put(delta)
+            touched[stream] = None
+            self._metrics.observe(stream, delta, now)
+            if delta.done:
+                del self._streams[delta.request_id]
+        for stream in touched:
+            stream.wake()
+
+
+def given_params(params: SamplingParams) -> dict[str, Any]:
+    """Fields of sampling parameters that differ from the defaults: what has to be sent."""
+    values = ((spec.name, getattr(params, spec.name), spec.default) for spec in fields(SamplingParams))
+    return {name: value for name, value, default in values if value != default}

@@ -1,0 +1,187 @@
+"""The engine's own process: `python -m ostinato.server.engine_process`, started by the server, never by a person.
+
+    stdin: one JSON line (Launch), then silence; its end means that the server is gone
+    loop:  take commands ─▶ step ─▶ send the step's news
+
+Knows nothing of HTTP. Invariants: it never outlives the server; commands that came before a step are carried out before
+it, so an aborted request's pages are free one step later at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import fields
+
+import msgspec
+import zmq
+
+from ostinato.config import EngineConfig
+from ostinato.engine.engine import Engine
+from ostinato.engine.progress import bars
+from ostinato.engine.request import SamplingParams
+from ostinato.errors import OstinatoError, RequestError
+from ostinato.server.messages import (
+    Abort,
+    Command,
+    Deltas,
+    EngineInfo,
+    Event,
+    Failed,
+    Launch,
+    Ready,
+    Refused,
+    Stats,
+    Submit,
+    command_decoder,
+)
+
+Send = Callable[[Event], None]
+
+STATS_INTERVAL_S = 1.0
+LAUNCH_REFUSED = 2
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run one engine until told to stop; the exit status."""
+    _die_with_parent()
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
+    context = zmq.Context()
+    commands = context.socket(zmq.PULL)
+    events = context.socket(zmq.PUSH)
+    for socket, address in ((commands, launch.commands), (events, launch.events)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(event: Event) -> None:
+        events.send(encoder.encode(event))
+
+    try:
+        engine = _launch(launch, send)
+        if engine is None:
+            return LAUNCH_REFUSED
+        _Loop(engine, commands, send).run()
+        return 0
+    finally:
+        context.destroy(linger=1000)
+
+
+def _launch(launch: Launch, send: Send) -> Engine | None:
+    """The loaded engine, announced to the server; None when it cannot be launched, which is announced as well."""
+    known = {spec.name for spec in fields(EngineConfig)}
+    config = EngineConfig(**{name: value for name, value in launch.config.items() if name in known})
+    try:
+        with bars(shown=config.progress) as report:
+            engine = Engine(config, report)
+    except OstinatoError as error:
+        send(Failed(str(error)))
+        return None
+    send(Ready(_info(engine)))
+    return engine
+
+
+def _info(engine: Engine) -> EngineInfo:
+    model, limits, stats = engine.model_config, engine.scheduler.limits, engine.stats()
+    return EngineInfo(
+        directory=str(engine.directory),
+        family=model.family.name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=model.num_layers,
+        experts=None if model.moe is None else model.moe.num_experts,
+        vocab_size=model.vocab_size,
+        context_length=limits.context_length,
+        total_tokens=limits.total_tokens,
+        page_size=limits.page_size,
+        max_running_requests=engine.config.max_running_requests,
+        backend=stats["backend"],
+        ops=stats["ops"],
+        threads=stats["threads"],
+        chat=bool(engine.chat_template),
+    )
+
+
+class _Loop:
+    """Takes commands and steps the engine for as long as there is work; waits, without spinning, when there is none."""
+
+    def __init__(self, engine: Engine, commands: zmq.Socket[bytes], send: Send) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._send = send
+        self._decoder = command_decoder()
+        self._next_stats = 0.0
+        self._stopped = False
+
+    def run(self) -> None:
+        self._send(Stats(self._engine.stats()))
+        while not self._stopped:
+            if self._engine.has_work:
+                self._take_all()
+                self._step()
+            else:
+                self._send(Stats(self._engine.stats()))
+                self._carry_out(self._decoder.decode(self._commands.recv()))
+                self._take_all()
+
+    def _take_all(self) -> None:
+        while int(self._commands.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._carry_out(self._decoder.decode(self._commands.recv()))
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            try:
+                self._engine.submit(
+                    command.prompt_token_ids,
+                    SamplingParams(**command.params),
+                    request_id=command.request_id,
+                    priority=command.priority,
+                    extra_key=command.extra_key,
+                )
+            except RequestError as error:
+                self._send(Refused(command.request_id, str(error)))
+        elif isinstance(command, Abort):
+            for request_id in command.request_ids:
+                self._engine.abort(request_id)
+        else:
+            self._stopped = True
+
+    def _step(self) -> None:
+        try:
+            deltas = self._engine.step_deltas()
+        except Exception:  # the step's requests have ended with reason "error"; their owners hear of it now
+            traceback.print_exc()
+            deltas = self._engine.step_deltas()
+        if deltas:
+            self._send(Deltas(deltas))
+        now = time.monotonic()
+        if now >= self._next_stats:
+            self._next_stats = now + STATS_INTERVAL_S
+            self._send(Stats(self._engine.stats()))
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when the server dies, where it can (Linux: prctl(2))."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then stops us in order
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _exit_at_end_of_stdin() -> None:
+    """The same for every platform: the server holds the other end of our stdin for as long as it lives."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

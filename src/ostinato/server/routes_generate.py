@@ -1,0 +1,148 @@
+"""The routes that generate: `/v1/completions` and `/v1/chat/completions`.
+
+    fields ─▶ SamplingParams, token ids ─▶ Stream ─▶ first news ─▶ event stream | whole answer
+
+Waiting for the first news before answering lets a refusal be a status of its own. Knows nothing of the engine process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fastapi import APIRouter, Request, Response
+
+from ostinato.engine.request import SamplingParams
+from ostinato.server.answers import ChatCompletion, Completion
+from ostinato.server.api_errors import bad_field
+from ostinato.server.edge import record_of
+from ostinato.server.frames import AnswerHead, Frames, Shape
+from ostinato.server.params import chat_params, check_stream_options, completion_params
+from ostinato.server.protocol import ChatCompletionRequest, CompletionRequest, Sampling
+from ostinato.server.route import PROBLEMS, JsonRoute, service_of
+from ostinato.server.service import Service
+from ostinato.server.shapes import ChatShape, CompletionShape
+from ostinato.server.sse import EventStream, timed_out
+from ostinato.server.streams import Stream
+
+router = APIRouter(route_class=JsonRoute, responses=PROBLEMS)
+
+_STREAMED: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+@router.post(
+    "/v1/completions", response_model=None, responses={200: {"model": Completion, "content": _STREAMED}}
+)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue one or more prompts."""
+    service = service_of(request)
+    service.check_model(body.model)
+    check_stream_options(body)
+    params = completion_params(body)
+    text_side = service.prompts
+    special = body.add_special_tokens is not False
+    prompts = await text_side.completion(body.prompt, add_special_tokens=special)
+    echoed = None
+    if body.echo:
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if not isinstance(texts[0], str):
+            texts = [await text_side.decode(ids) for ids in prompts]
+        echoed = list(zip(texts, prompts, strict=True))
+    shape = CompletionShape(
+        service.token_text,
+        n=params.n,
+        logprobs=params.logprobs is not None,
+        every_token=bool(body.return_token_ids),
+        echoed=echoed,
+    )
+    return await _answer(_Ask(service, request, body, "cmpl", "prompt"), prompts, params, shape)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses={200: {"model": ChatCompletion, "content": _STREAMED}},
+)
+async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    service = service_of(request)
+    service.check_model(body.model)
+    check_stream_options(body)
+    _check_unsupported(body)
+    params = chat_params(body)
+    prompt = await service.prompts.chat(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        variables=body.chat_template_kwargs,
+    )
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    shape = ChatShape(service.token_text, top_logprobs=top, every_token=bool(body.return_token_ids))
+    return await _answer(_Ask(service, request, body, "chatcmpl", "messages"), [prompt], params, shape)
+
+
+def _check_unsupported(body: ChatCompletionRequest) -> None:
+    """Raises ApiError 400 for fields whose only supported values are those that change nothing."""
+    if body.tools:
+        raise bad_field("tools", "tools are not supported by this model's chat format; remove tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise bad_field("tool_choice", "tool_choice needs tools; remove it")
+    if body.response_format not in (None, {"type": "text"}):
+        raise bad_field("response_format", "only response_format {'type': 'text'} is supported; remove it")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """A request on its way through: `prefix` of its answer's id, `field` that holds its prompt."""
+
+    service: Service
+    request: Request
+    body: Sampling
+    prefix: str
+    field: str
+
+
+async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParams, shape: Shape) -> Response:
+    options = ask.body.stream_options
+    record = record_of(ask.request.scope)
+    head = AnswerHead(
+        answer_id=f"{ask.prefix}-{record.request_id}",
+        created=int(time.time()),
+        model=ask.service.model_name,
+        n=params.n,
+        num_choices=params.n * len(prompts),
+        prompt_tokens=sum(len(ids) for ids in prompts),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        return_token_ids=bool(ask.body.return_token_ids),
+    )
+    record.prompt_tokens, record.user = head.prompt_tokens, ask.body.user
+    frames = Frames(head, shape)
+    deadline = ask.service.deadline()
+    stream = ask.service.open(ask.body, ask.field, prompts, params, ask.request.receive)
+
+    def note() -> None:
+        record.completion_tokens, record.finish_reasons = frames.completion_tokens, frames.finish_reasons
+
+    try:
+        async with asyncio.timeout_at(deadline):
+            if ask.body.stream:
+                first = await stream.take()
+                return EventStream(stream, frames, first, deadline, note)
+            return await _whole(stream, frames)
+    except TimeoutError:
+        stream.close()
+        raise timed_out() from None
+    except BaseException:
+        stream.close()
+        raise
+    finally:
+        note()
+
+
+async def _whole(stream: Stream, frames: Frames) -> Response:
+    body = frames.body(await stream.take_all())
+    stream.close()
+    return Response(body, media_type="application/json")

@@ -1,0 +1,89 @@
+"""A real server process over the demo model, on a free port of loopback: how tests start, ask and end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+READY_S = 90.0
+
+
+@dataclass
+class Server:
+    """A server process. `log` holds its stdout (the access log), `errors` its stderr."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    errors: Path
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The access log's lines."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line for line in lines if line["event"] == "request"]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A number of `/metrics`, by name without the prefix: the sum over series with these labels."""
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return sum(
+            s.value for s in samples if s.name == f"ostinato_{name}" and labels.items() <= s.labels.items()
+        )
+
+    def wait_ready(self) -> None:
+        until(lambda: self.process.poll() is not None or self.get("/ready").status_code == 200, READY_S)
+        assert self.process.poll() is None, self.errors.read_text()
+
+    def wait_idle(self) -> None:
+        """Until no request is in flight and no page is held."""
+        until(lambda: self.metric("num_requests_in_flight") == self.metric("kv_cache_usage_perc") == 0)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Poll until a condition holds; fails when it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not so within {seconds} s"
+        time.sleep(0.02)
+
+
+def start(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Server:
+    """Start a server; returns when it listens, which is before its engine has loaded."""
+    log, errors = directory / "stdout", directory / "stderr"
+    command = [sys.executable, "-m", "ostinato", "serve", "--port", "0", "--threads", "1", *flags]
+    with log.open("wb") as out, errors.open("wb") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **(env or {})})
+    until(lambda: process.poll() is not None or b"\n" in log.read_bytes(), READY_S)
+    assert process.poll() is None, errors.read_text()
+    url = json.loads(log.read_text().splitlines()[0])["url"]
+    return Server(process, url, log, errors)
+
+
+def stop(server: Server) -> None:
+    if server.process.poll() is None:
+        server.process.terminate()
+        try:
+            server.process.wait(20)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait()
