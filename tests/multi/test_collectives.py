@@ -34,9 +34,10 @@ def test_every_operation(run_ranks: Callable[..., Any], work: ModuleType, transp
     size = 4
     found = run_ranks(work.operations, Topology(tp=size, dp=2), transport=transport)
     used = "gloo" if transport == "gloo" or not shm_supported() else "shm"
-    for rank, (name, (gathered, received, told, total, near)) in enumerate(found):
+    for rank, (name, (gathered, uneven, received, told, total, near)) in enumerate(found):
         assert name == used
         assert gathered == [float(r) for r in range(size) for _ in range(6)]
+        assert uneven == [float(r) for r in range(size) for _ in range(r)]
         assert received == (
             [float(r) for r in range(size) for _ in range(2 * (r + 1))] if rank == size - 1 else []
         )

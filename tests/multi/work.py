@@ -20,11 +20,10 @@ def operations(world: World) -> tuple[str, list[list[float]]]:
     group.all_gather(torch.full((2, 3), float(rank), dtype=torch.bfloat16), gathered)
     empty = torch.empty(size, 0, 3)
     group.all_gather(torch.empty(0, 3), empty)
+    uneven = torch.empty(sum(range(size)), 1)
+    group.all_gather_rows(torch.full((rank, 1), float(rank)), range(size), uneven)
     send = torch.full((rank + 1, 2), float(rank))
-    recv = (
-        torch.empty(1, 2) if rank < size - 1 else torch.empty(sum(r + 1 for r in range(size)) - size + 1, 2)
-    )
-    # All rows go to the last rank but one row of the last rank itself for each other.
+    # All rows go to the last rank.
     counts = [0] * (size - 1) + [rank + 1]
     expected = [0] * size if rank < size - 1 else [r + 1 for r in range(size)]
     recv = torch.empty(sum(expected), 2)
@@ -38,6 +37,7 @@ def operations(world: World) -> tuple[str, list[list[float]]]:
     world.control.barrier()
     return world.transport, [
         gathered.float().flatten().tolist(),
+        uneven.flatten().tolist(),
         recv.flatten().tolist(),
         told.tolist(),
         total.tolist(),

@@ -98,6 +98,22 @@ def test_all_to_all_uneven(groups: list[ShmGroup]) -> None:
         assert torch.equal(recv[-1], torch.full((5,), 9.0)), "a neighbour's row was written"
 
 
+def test_rows_of_uneven_ranks(groups: list[ShmGroup]) -> None:
+    def work(group: Group) -> list[torch.Tensor]:
+        found = []
+        for counts in ([7, 0, 2], [0, 0, 0], [0, 31, 1]):
+            counts = counts[: group.size]
+            out = torch.full((sum(counts) + 1, 5), 9.0)
+            group.all_gather_rows(_of(group.rank, counts[group.rank] + 2, 5), counts, out)
+            found.append(out)
+        return found
+
+    for found in _all(groups, work):
+        for counts, out in zip(([7, 0, 2], [0, 0, 0], [0, 31, 1]), found, strict=True):
+            parts = [_of(r, n + 2, 5)[:n] for r, n in enumerate(counts[: len(groups)])]
+            assert torch.equal(out, torch.cat([*parts, torch.full((1, 5), 9.0)]))
+
+
 def test_sums_have_rank_order(groups: list[ShmGroup]) -> None:
     """1e8 + 1 - 1e8 depends on the order: every rank must find what rank order gives."""
     size = len(groups)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ostinato.graphs.stream import Stream
+from ostinato.graphs.stream import Kernel, Stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +40,10 @@ class Dispatcher(Protocol):
         """Send x [T, H] by topk_ids [T, K]; `out` [T, H] is where the combined result will be wanted."""
         ...
 
+    def kernel(self, experts: Kernel) -> Kernel:
+        """What to launch over the work handed out: `experts`, the op set's kernel, or something around it."""
+        ...
+
     def combine(self, stream: Stream, dispatched: Dispatched, out: torch.Tensor) -> None:
         """Bring `dispatched.out` home into `out` [T, H], summed over slots; rows that went nowhere are
         zero."""
@@ -59,6 +63,9 @@ class LocalDispatcher:
         out: torch.Tensor,
     ) -> Dispatched:
         return Dispatched(x, topk_weights, topk_ids, out)
+
+    def kernel(self, experts: Kernel) -> Kernel:
+        return experts
 
     def combine(self, stream: Stream, dispatched: Dispatched, out: torch.Tensor) -> None:
         assert dispatched.out is out, "the experts wrote elsewhere"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.stream import Stream
+from ostinato.graphs.stream import Kernel, Stream
 from ostinato.graphs.workspace import Workspace
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.fused import fused_routing
@@ -85,6 +85,7 @@ class MoELayer:
     dispatcher: Dispatcher = field(default_factory=LocalDispatcher)
     consumers: Consumers = field(default_factory=Consumers)
     _fused: RoutingKernel | None = field(init=False)
+    _experts_kernel: Kernel = field(init=False)
 
     def __post_init__(self) -> None:
         undeclared = PadContract(f"{self.ops.name}.moe_experts")
@@ -93,7 +94,8 @@ class MoELayer:
         num_routed = self.router.out_features
         self.topk.check_num_experts(num_routed)
         num_fused = self.topk.num_fused_shared_experts
-        if self.placement is None and self.experts.num_experts != num_routed + num_fused:
+        whole = isinstance(self.dispatcher, LocalDispatcher) and self.placement is None
+        if whole and self.experts.num_experts != num_routed + num_fused:
             raise ConfigError(
                 f"{self.experts.num_experts} experts are packed; the router chooses among {num_routed} and "
                 f"{num_fused} are fused shared ones"
@@ -110,6 +112,7 @@ class MoELayer:
             )
         fused = fused_routing(self.ops, self.topk, num_routed, self.placement, self.consumers)
         object.__setattr__(self, "_fused", fused)
+        object.__setattr__(self, "_experts_kernel", self.dispatcher.kernel(self.ops.moe_experts))
 
     def forward(
         self,
@@ -136,7 +139,7 @@ class MoELayer:
         self._route(stream, x, router_logits, topk_weights, topk_ids, counts)
         sent = self.dispatcher.dispatch(stream, x, topk_weights, topk_ids, out)
         stream.launch(
-            self.ops.moe_experts,
+            self._experts_kernel,
             sent.x,
             sent.topk_weights,
             sent.topk_ids,

@@ -36,6 +36,10 @@ class Group(Protocol):
         """out [size, *x.shape] = x of every rank, in rank order; x has one shape on all of them."""
         ...
 
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
+        """out [sum(counts), ...] = the leading counts[rank] rows of every rank's x, one behind the other."""
+        ...
+
     def all_to_all(
         self, send: torch.Tensor, send_counts: Sequence[int], recv: torch.Tensor, recv_counts: Sequence[int]
     ) -> None:
@@ -68,6 +72,9 @@ class SingleGroup:
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.view(x.shape).copy_(x)
+
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
+        out[: counts[0]].copy_(x[: counts[0]])
 
     def all_to_all(
         self, send: torch.Tensor, send_counts: Sequence[int], recv: torch.Tensor, recv_counts: Sequence[int]

@@ -59,6 +59,18 @@ class GlooGroup:
         else:
             self.barrier()
 
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
+        # Gloo gathers one size from all, so the others' rows are padded on their way.
+        most = max(counts)
+        padded = x.new_zeros(most, *x.shape[1:])
+        padded[: counts[self.rank]] = x[: counts[self.rank]]
+        gathered = x.new_empty(self.size, most, *x.shape[1:])
+        self.all_gather(padded, gathered)
+        at = 0
+        for r, count in enumerate(counts):
+            out[at : at + count] = gathered[r, :count]
+            at += count
+
     def broadcast(self, x: torch.Tensor, root: int) -> None:
         options = torch.distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0

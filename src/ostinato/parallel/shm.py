@@ -95,6 +95,24 @@ class ShmGroup:
             for r in range(self.size):
                 ctypes.memmove(target + r * n + start, self._read(r, _GATHER, n), k)
 
+    def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
+        row = _row_bytes(x)
+        _check("out", out[: sum(counts)], row * sum(counts))
+        sizes = [row * count for count in counts]
+        _check("x", x[: counts[self.rank]], sizes[self.rank])
+        source, target = x.data_ptr(), out.data_ptr()
+        for start in range(0, max(*sizes, 1), self._capacity):
+            payload = self._open(self.rank, _GATHER, sum(sizes))
+            if sizes[self.rank] > start:
+                ctypes.memmove(payload, source + start, min(self._capacity, sizes[self.rank] - start))
+            self._sync(_GATHER)
+            at = target + start
+            for r, size in enumerate(sizes):
+                if size > start:
+                    there = self._read(r, _GATHER, sum(sizes))
+                    ctypes.memmove(at, there, min(self._capacity, size - start))
+                at += size
+
     def broadcast(self, x: torch.Tensor, root: int) -> None:
         n = x.numel() * x.element_size()
         _check("x", x, n)

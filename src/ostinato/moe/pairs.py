@@ -1,0 +1,216 @@
+"""Work for experts as pairs: one row and one of its slots, so that results can be added at home in slot order.
+
+    ids [T, K] ──▶ pairs sorted by the rank that holds the expert ──▶ results [pair, H] fp32 ──▶ combine_slots at home
+
+A rank's sum over its own experts would be rounded in another order than the sum over all of them; results of single
+pairs are not added before they are all at home, so every layout has the bits of one rank. Host arithmetic on small
+integer arrays; knows nothing of transports. Invariant: a pair is computed by one expert-parallel rank, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from ostinato.errors import ParallelError
+from ostinato.parallel.topology import Topology
+
+Array = np.ndarray[Any, Any]
+_LINE = 64
+
+
+@dataclass(slots=True)
+class StepWidths:
+    """Rows of every data-parallel rank in the step in hand; the one who plans steps sets them, before each."""
+
+    rows: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """Which physical experts are where: `per_rank` of them on each expert-parallel rank, in order."""
+
+    topology: Topology
+    per_rank: int
+
+    @property
+    def first(self) -> int:
+        """This rank's first physical expert."""
+        return self.topology.ep_rank * self.per_rank
+
+    def owners(self, ids: Array) -> Array:
+        """Expert-parallel rank of each id, -1 for nobody. Raises ParallelError for an id that is no expert."""
+        limit = self.per_rank * self.topology.ep
+        if ids.size and int(ids.max()) >= limit:
+            raise ParallelError(f"expert id {int(ids.max())} is outside 0..{limit - 1}; the router is broken")
+        return np.where(ids < 0, -1, ids // self.per_rank)
+
+
+def check_distinct(ids: Array) -> None:
+    """Raise ParallelError when a row [K] of ids [T, K] names an expert twice: buffers are sized for distinct ones."""
+    ordered = np.sort(ids, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        row = int(twice.any(axis=1).argmax())
+        raise ParallelError(
+            f"row {row} is routed to an expert twice: {ids[row].tolist()}; the router is broken"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Homecoming:
+    """How results come home: `counts` of them from each expert-parallel rank, each sent by its `moe_tp` ranks.
+
+    order [n]: flat slots row * K + k, by owner, then by row and slot. places [T, K]: where a slot's result will lie,
+    -1 for nobody; results lie by world rank, so those of one owner `moe_tp` times behind each other.
+    """
+
+    counts: tuple[int, ...]
+    order: Array
+    places: Array
+
+
+def plan_home(owners: Array, topology: Topology) -> Homecoming:
+    """From the owners [T, K] of a rank's own slots."""
+    flat = owners.reshape(-1)
+    counts = np.bincount(flat[flat >= 0], minlength=topology.ep)
+    order = np.argsort(flat, kind="stable")[len(flat) - int(counts.sum()) :]
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    behind = starts * (topology.moe_tp - 1)  # the copies of the owners before
+    places = np.full(len(flat), -1, dtype=np.int64)
+    places[order] = np.arange(len(order)) + behind[flat[order]]
+    return Homecoming(tuple(counts.tolist()), order, places.reshape(owners.shape))
+
+
+def add_slices(home: torch.Tensor, counts: Sequence[int], moe_tp: int) -> None:
+    """Add the results of ranks that hold slices of the same experts, in rank order, into the first's."""
+    if moe_tp == 1:
+        return
+    start = 0
+    for count in counts:
+        for i in range(1, moe_tp):
+            home[start : start + count] += home[start + i * count : start + (i + 1) * count]
+        start += count * moe_tp
+
+
+def rounded_pairs(n: int) -> int:
+    """A number of pairs to run that is one of few: kernels are bound to shapes."""
+    step = 8
+    while n > 8 * step:
+        step *= 2
+    return -(-n // step) * step
+
+
+@dataclass(slots=True)
+class Parcel:
+    """Rows of x, weights and ids side by side in one buffer of bytes, so that one collective moves them all."""
+
+    data: torch.Tensor
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    ids_host: Array = field(repr=False)
+    weights_host: Array = field(repr=False)
+
+    @classmethod
+    def reserve(cls, rows: int, hidden_size: int, slots: int, dtype: torch.dtype) -> Parcel:
+        wide = hidden_size * dtype.itemsize
+        wide += -wide % 4
+        size = -(-(wide + 8 * slots) // _LINE) * _LINE
+        # Untouched memory costs nothing: buffers are as large as the worst routing could need.
+        data = torch.empty(max(rows, 1), size, dtype=torch.uint8)
+        x = data[:, : hidden_size * dtype.itemsize].view(dtype)
+        weights = data[:, wide : wide + 4 * slots].view(torch.float32)
+        ids = data[:, wide + 4 * slots : wide + 8 * slots].view(torch.int32)
+        return cls(data, x, weights, ids, ids.numpy(), weights.numpy())
+
+
+@dataclass(slots=True)
+class PairBuffers:
+    """Everything that dispatch and combine write, shared by all layers: one layer runs after the other.
+
+    send holds own rows; gathered the rows of all ranks, or the slots that go out; pairs the work that landed here;
+    results theirs, which go to home.
+    """
+
+    send: Parcel
+    gathered: Parcel
+    pairs: Parcel
+    results: torch.Tensor
+    staged: torch.Tensor
+    home: torch.Tensor
+    places: torch.Tensor
+    ones: torch.Tensor
+    num_pairs: int = 0
+    overflows: int = 0
+    counts_out: list[int] = field(default_factory=list)
+    counts_home: list[int] = field(default_factory=list)
+    owner_counts: tuple[int, ...] = ()
+
+    @classmethod
+    def reserve(
+        cls,
+        topology: Topology,
+        *,
+        max_rows: int,
+        hidden_size: int,
+        top_k: int,
+        dtype: torch.dtype,
+        all_to_all: bool = False,
+        capacity: int | None = None,
+    ) -> PairBuffers:
+        """Buffers for steps of up to `max_rows` rows on each data-parallel rank; by `all_to_all`, slots travel instead
+        of rows, `capacity` of them between two ranks if given.
+        """
+        everything = max_rows * topology.dp * top_k
+        slots = max_rows * top_k * topology.moe_tp
+        if capacity is not None:
+            everything = slots = capacity * topology.tp
+        pairs = rounded_pairs(everything)
+        copies = 0 if all_to_all or topology.attn_tp == 1 else pairs * topology.attn_tp
+        travelling = (slots, 1) if all_to_all else (max_rows * topology.dp, top_k)
+        return cls(
+            send=Parcel.reserve(max_rows, hidden_size, top_k, dtype),
+            gathered=Parcel.reserve(travelling[0], hidden_size, travelling[1], dtype),
+            pairs=Parcel.reserve(pairs, hidden_size, 1, dtype),
+            results=torch.empty(pairs, hidden_size),
+            staged=torch.empty(copies, hidden_size),
+            home=torch.empty(max(slots, 1), hidden_size),
+            places=torch.empty(max_rows, top_k, dtype=torch.int64),
+            ones=torch.ones(max_rows, top_k),
+        )
+
+    def close_pairs(self, n: int) -> None:
+        """Say that the first n pairs are work; those up to the next round number are nobody's."""
+        self.num_pairs = n
+        cast("Any", self.pairs.ids_host)[n : rounded_pairs(n)] = _NOBODY
+
+
+_NOBODY = np.int32(-1)
+
+
+class PairsKernel:
+    """The experts' kernel over the pairs there are: their number is known when it runs, not when it is captured."""
+
+    __slots__ = ("_buffers", "_experts")
+
+    def __init__(self, buffers: PairBuffers, experts: Any) -> None:
+        self._buffers = buffers
+        self._experts = experts
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        experts: Any,
+        weights_on_input: bool,
+        out: torch.Tensor,
+    ) -> None:
+        n = rounded_pairs(self._buffers.num_pairs)
+        if n:
+            self._experts(x[:n], topk_weights[:n], topk_ids[:n], experts, weights_on_input, out[:n])
