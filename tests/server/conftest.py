@@ -47,10 +47,15 @@ def server(shared_server: Server) -> Iterator[Server]:
     assert shared_server.metric("engine_restarts_total") == 0
 
 
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
+@pytest.fixture(scope="session")
+def shared_client(shared_server: Server) -> Iterator[openai.OpenAI]:
+    with shared_server.client() as client:
         yield client
+
+
+@pytest.fixture
+def client(server: Server, shared_client: openai.OpenAI) -> openai.OpenAI:
+    return shared_client
 
 
 @pytest.fixture

@@ -27,15 +27,33 @@ class Server:
     url: str
     log: Path
     errors: Path
+    http: httpx.Client
 
     def client(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0} | options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
+        return self.http.get(path, **options)
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60, **options)
+        return self.http.post(path, json=body, **options)
+
+    def post_raw(self, path: str, content: bytes) -> httpx.Response:
+        return self.http.post(path, content=content, headers={"content-type": "application/json"})
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream, whose last line must be the mark."""
+        with self.http.stream("POST", path, json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """A component of the OpenAPI schema."""
+        found = self.get("/openapi.json").json()["components"]["schemas"][name]
+        assert isinstance(found, dict)
+        return found
 
     def requests(self) -> list[dict[str, Any]]:
         """The access log's lines."""
@@ -76,10 +94,11 @@ def start(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Se
     until(lambda: process.poll() is not None or b"\n" in log.read_bytes(), READY_S)
     assert process.poll() is None, errors.read_text()
     url = json.loads(log.read_text().splitlines()[0])["url"]
-    return Server(process, url, log, errors)
+    return Server(process, url, log, errors, httpx.Client(base_url=url, timeout=60))
 
 
 def stop(server: Server) -> None:
+    server.http.close()
     if server.process.poll() is None:
         server.process.terminate()
         try:
