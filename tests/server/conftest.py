@@ -26,17 +26,32 @@ def _load() -> ModuleType:
     return sys.modules[name]
 
 
-rig = _load()
+_rig = _load()
 Server = Any
+
+
+@pytest.fixture(scope="session")
+def rig() -> ModuleType:
+    """The module `rig.py`."""
+    return _rig
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """Poll until a condition holds."""
+    wait: Callable[..., None] = _rig.until
+    return wait
+
+
 StartServer = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = rig.start(tmp_path_factory.mktemp("server"), "--dtype", "float32", "--max-body-bytes", "1MiB")
+    server = _rig.start(tmp_path_factory.mktemp("server"), "--dtype", "float32", "--max-body-bytes", "1MiB")
     server.wait_ready()
     yield server
-    rig.stop(server)
+    _rig.stop(server)
 
 
 @pytest.fixture
@@ -66,9 +81,9 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     def begin(*flags: str, **options: Any) -> Server:
         directory = tmp_path / str(len(started))
         directory.mkdir()
-        started.append(rig.start(directory, *flags, **options))
+        started.append(_rig.start(directory, *flags, **options))
         return started[-1]
 
     yield begin
     for server in started:
-        rig.stop(server)
+        _rig.stop(server)

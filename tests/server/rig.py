@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -75,6 +76,42 @@ class Server:
     def wait_idle(self) -> None:
         """Until no request is in flight and no page is held."""
         until(lambda: self.metric("num_requests_in_flight") == self.metric("kv_cache_usage_perc") == 0)
+
+    def engine_pid(self) -> int:
+        """The engine process: the server's only child."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
+
+    def send_request(self, path: str, body: dict[str, Any], *, key: str = "") -> socket.socket:
+        """A connection with a request on its way; nothing of the answer is read."""
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"authorization: Bearer {key}\r\n"
+        connection = self.connect()
+        connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        return connection
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead but not yet collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """All that comes on a connection until it is closed."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -7,6 +7,7 @@ takes as a reset.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -69,6 +70,7 @@ class Exposition(Collector):
         yield self._gauge(
             "num_requests_in_flight", "Completions not yet answered", {(): service.client.in_flight}
         )
+        yield self._gauge("server_tasks", "Tasks on the server's event loop", {(): len(asyncio.all_tasks())})
         yield self._counter("requests_rejected", "Requests answered 429", {(): metrics.rejected})
         yield self._counter(
             "prompt_tokens", "Prompt tokens of accepted requests", {(): metrics.prompt_tokens}

@@ -1,0 +1,203 @@
+"""Lives of the server and of its engine: crashes, restarts, signals, and what limits do when they are reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+Server = Any
+StartServer = Callable[..., Server]
+Until = Callable[..., None]
+
+PROMPT = "It is a truth universally acknowledged, that"
+SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+LONG = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+
+
+def outcome(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """The error that a request ends with: its own answer, or the last event of its stream."""
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    last = json.loads(lines[-1])
+    return {"status": answer.status_code, **last["error"]}
+
+
+def test_a_killed_engine_comes_back(start_server: StartServer, until: Until, rig: Any) -> None:
+    """Every waiting client is told while the engine is away; then the server serves again; nothing is orphaned."""
+    server = start_server("--max-restarts", "2")
+    assert server.get("/health").status_code == 200
+    early = server.post("/v1/completions", SHORT)
+    assert early.status_code in (200, 503)  # 503 while it loads
+    server.wait_ready()
+    text = server.post("/v1/completions", SHORT).json()["choices"][0]["text"]
+    engine = server.engine_pid()
+    with ThreadPoolExecutor(40) as pool:
+        asked = [
+            pool.submit(outcome, server, LONG | {"stream": place % 2 == 0, "n": 2}) for place in range(40)
+        ]
+        until(lambda: server.metric("generation_tokens_total") > 8 + 32)
+        os.kill(engine, signal.SIGKILL)
+        ends = [one.result() for one in asked]
+        assert server.get("/ready").status_code == 503
+    assert {end["code"] for end in ends} == {"engine_unavailable"}
+    assert all(end["status"] == 503 for place, end in enumerate(ends) if place % 2)
+    assert server.get("/health").status_code == 200
+    server.wait_ready()
+    assert server.post("/v1/completions", SHORT).json()["choices"][0]["text"] == text
+    assert server.metric("engine_restarts_total") == 1
+    assert not rig.is_alive(engine)
+    server.wait_idle()
+    # The server itself is killed: its engine must not outlive it.
+    engine = server.engine_pid()
+    server.process.kill()
+    until(lambda: not rig.is_alive(engine))
+
+
+def test_an_engine_that_keeps_dying_ends_the_server(start_server: StartServer, rig: Any) -> None:
+    server = start_server("--max-restarts", "0")
+    server.wait_ready()
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    assert "giving up" in server.errors.read_text()
+
+
+def test_sigterm_lets_streams_finish(start_server: StartServer, until: Until, rig: Any) -> None:
+    server = start_server("--shutdown-timeout", "60")
+    server.wait_ready()
+    engine, found = server.engine_pid(), []
+    body = LONG | {"stream": True, "seed": 1}
+    thread = threading.Thread(target=lambda: found.append(server.stream("/v1/completions", body)))
+    thread.start()
+    until(lambda: server.metric("generation_tokens_total") > 0)
+    kept = server.connect()
+    kept.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b" 200 " in kept.recv(4096)
+    server.process.terminate()
+    assert server.process.wait(60) == 0
+    thread.join()
+    assert sum(len(chunk["choices"][0]["text"]) > 0 for chunk in found[0]) > 100
+    assert found[0][-1]["choices"][0]["finish_reason"] == "length"
+    assert not rig.is_alive(engine)
+    kept.close()
+
+
+def test_sigint_twice_does_not_wait(start_server: StartServer, until: Until, rig: Any) -> None:
+    server = start_server("--shutdown-timeout", "60")
+    server.wait_ready()
+    engine = server.engine_pid()
+    connection = server.send_request("/v1/completions", LONG | {"n": 128})
+    until(lambda: server.metric("generation_tokens_total") > 0)
+    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(30) == 0
+    connection.close()
+    until(lambda: not rig.is_alive(engine))
+
+
+def run_serve(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ostinato", "serve", "--threads", "1", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_cannot_start_says_why_in_a_line(server: Server, tmp_path: Path) -> None:
+    port = server.url.rpartition(":")[2]
+    taken = run_serve("--port", port)
+    missing = run_serve("--port", "0", "--model", str(tmp_path))
+    for done, word in ((taken, port), (missing, "config.json")):
+        assert done.returncode == 2
+        assert word in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def strict(rig: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server with every limit low, a key, and one origin."""
+    flags = ("--max-running-requests", "1", "--max-queued-requests", "2", "--body-timeout", "1")
+    flags += (
+        "--request-timeout",
+        "1",
+        "--cors-origin",
+        "https://chat.example",
+        "--served-model-name",
+        "mine",
+    )
+    server = rig.start(tmp_path_factory.mktemp("strict"), *flags, env={"OSTINATO_API_KEY": "sésame"})
+    server.http.headers["authorization"] = "Bearer sésame"
+    server.wait_ready()
+    yield server
+    rig.stop(server)
+
+
+def test_a_full_queue_is_429(strict: Server, until: Until) -> None:
+    """Fault: one more than fits is refused with the time to wait; more at once than ever fits is a bad request."""
+    connection = strict.send_request("/v1/completions", LONG | {"n": 3}, key="sésame")
+    until(lambda: strict.metric("num_requests_in_flight") == 3)
+    refused = strict.post("/v1/completions", SHORT)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    connection.close()
+    strict.wait_idle()
+    assert strict.post("/v1/completions", SHORT).status_code == 200
+    never = strict.post("/v1/completions", SHORT | {"n": 4, "temperature": 1})
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_deadline_ends_a_request(strict: Server, stream: bool) -> None:
+    slow = LONG | {"n": 3, "stream": stream, "logprobs": 100}
+    with strict.http.stream("POST", "/v1/completions", json=slow) as answer:
+        last = [line for line in answer.iter_lines() if line][-1]
+    assert answer.status_code == (200 if stream else 504)
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    strict.wait_idle()
+
+
+def test_a_body_that_does_not_come_is_408(strict: Server) -> None:
+    connection = strict.connect()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sésame\r\ncontent-length: 100\r\n\r\n{"
+    connection.sendall(head.encode())
+    assert b" 408 " in connection.recv(4096)
+    connection.close()
+
+
+def test_keys(strict: Server) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics", "/"):
+        assert httpx.get(strict.url + path).status_code == 200
+    for path in ("/v1/models", "/dashboard/data"):
+        assert httpx.get(strict.url + path).status_code == 401
+        assert strict.get(path).status_code == 200
+    for key in ("sesame", "sésame-", "x", "sésam"):
+        answer = httpx.post(
+            f"{strict.url}/v1/completions", json=SHORT, headers={"authorization": f"Basic {key}".encode()}
+        )
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    with strict.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_cross_origin(strict: Server, server: Server) -> None:
+    ask = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    allowed = strict.http.options("/v1/completions", headers=ask)
+    assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+    other = strict.http.options("/v1/completions", headers=ask | {"origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+    assert "access-control-allow-origin" not in server.get("/v1/models", headers=ask).headers
+
+
+def test_the_served_name(strict: Server) -> None:
+    assert [model["id"] for model in strict.get("/v1/models").json()["data"]] == ["mine"]
+    assert strict.post("/v1/completions", SHORT | {"model": "demo"}).status_code == 404
