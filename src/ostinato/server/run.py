@@ -26,6 +26,7 @@ from ostinato.server.app import build_app
 from ostinato.server.service import Service
 
 ENGINE_LOST = 1
+_BACKLOG = 2048
 
 
 class _Uvicorn(uvicorn.Server):
@@ -103,6 +104,7 @@ def _bind(options: ServerConfig) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)  # at once, so that nobody who has read the announcement is refused
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {options.host} port {options.port} ({error.strerror}); choose another --host or --port"
