@@ -17,6 +17,8 @@ import httpx
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from ostinato.server.answers import ChatChunk, CompletionChunk
+
 READY_S = 90.0
 
 
@@ -43,11 +45,14 @@ class Server:
         return self.http.post(path, content=content, headers={"content-type": "application/json"})
 
     def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks of a stream, whose last line must be the mark."""
+        """The chunks of a stream, each as its schema says; the last line must be the mark."""
         with self.http.stream("POST", path, json=body) as answer:
             assert answer.status_code == 200, answer.read()
             lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         assert lines[-1] == "[DONE]"
+        shape = ChatChunk if "chat" in path else CompletionChunk
+        for line in lines[:-1]:
+            shape.model_validate_json(line)
         return [json.loads(line) for line in lines[:-1]]
 
     def schema(self, name: str) -> dict[str, Any]:

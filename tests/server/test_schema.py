@@ -45,6 +45,8 @@ def test_api_is_as_its_schema_says(api: Any, mode: GenerationMode) -> None:
     @given(case=strategies)
     def check(case: schemathesis.Case) -> None:
         clip(case.body)
+        if mode is GenerationMode.POSITIVE:
+            tame(case.body)
         case.call_and_validate(checks=CHECKS, timeout=60)
 
     check()
@@ -66,6 +68,29 @@ def clip(body: Any) -> None:
         body["max_tokens"] = FEW
     if isinstance(body.get("min_tokens"), int) and body["min_tokens"] > FEW:
         body["min_tokens"] = FEW
+
+
+# What a request cannot have beside others, or with this model.
+CONDITIONAL = ("model", "best_of", "stop_token_ids", "logit_bias", "tools", "tool_choice", "response_format")
+CONDITIONAL += (
+    "chat_template_kwargs",
+    "stream_options",
+    "top_logprobs",
+    "max_completion_tokens",
+    "min_tokens",
+)
+
+
+def tame(body: Any) -> None:
+    """Make a legal request one that is served, so that answers are seen and not only refusals."""
+    if not isinstance(body, dict):
+        return
+    for name in CONDITIONAL:
+        body.pop(name, None)
+    for message in body.get("messages") or []:
+        message["content"] = message.get("content") or "Go on."
+    if isinstance(body.get("prompt"), list) and not isinstance(body["prompt"][0], str):
+        body["prompt"] = [5, 6, 7]
 
 
 def test_every_route_is_in_the_schema(server: Server) -> None:

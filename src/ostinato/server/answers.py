@@ -6,7 +6,7 @@ token; tests hold the two together. Knows nothing of the engine.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -117,6 +117,64 @@ class ChatCompletion(_Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+
+
+class CompletionChunkChoice(_Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionChunk(_Answer):
+    """An event of a streamed completion; the last one may have the usage and no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class MessageDelta(_Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatChunkChoice(_Answer):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(_Answer):
+    """An event of a streamed chat completion; the last one may have the usage and no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+def event_stream(chunk: type[BaseModel]) -> dict[str, Any]:
+    """The schema of one event of a stream: JSON of `chunk`, an error object, or the mark at the end."""
+    data = {
+        "type": "string",
+        "description": f"A {chunk.__name__} as JSON; then [DONE]. An error object when the stream cannot go on",
+        "contentMediaType": "application/json",
+        "contentSchema": chunk.model_json_schema(),
+    }
+    return {"schema": {"type": "object", "required": ["data"], "properties": {"data": data}}}
 
 
 class ModelCard(_Answer):

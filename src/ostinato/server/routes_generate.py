@@ -16,7 +16,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request, Response
 
 from ostinato.engine.request import SamplingParams
-from ostinato.server.answers import ChatCompletion, Completion
+from ostinato.server.answers import ChatChunk, ChatCompletion, Completion, CompletionChunk, event_stream
 from ostinato.server.api_errors import bad_field
 from ostinato.server.edge import record_of
 from ostinato.server.frames import AnswerHead, Frames, Shape
@@ -30,12 +30,15 @@ from ostinato.server.streams import Stream
 
 router = APIRouter(route_class=JsonRoute, responses=PROBLEMS)
 
-_STREAMED: Final[dict[str, Any]] = {"text/event-stream": {"schema": {"type": "string"}}}
+_COMPLETION: Final[dict[int | str, Any]] = {
+    200: {"model": Completion, "content": {"text/event-stream": event_stream(CompletionChunk)}}
+}
+_CHAT: Final[dict[int | str, Any]] = {
+    200: {"model": ChatCompletion, "content": {"text/event-stream": event_stream(ChatChunk)}}
+}
 
 
-@router.post(
-    "/v1/completions", response_model=None, responses={200: {"model": Completion, "content": _STREAMED}}
-)
+@router.post("/v1/completions", response_model=None, responses=_COMPLETION)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue one or more prompts."""
     service = service_of(request)
@@ -61,11 +64,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return await _answer(_Ask(service, request, body, "cmpl", "prompt"), prompts, params, shape)
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=None,
-    responses={200: {"model": ChatCompletion, "content": _STREAMED}},
-)
+@router.post("/v1/chat/completions", response_model=None, responses=_CHAT)
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
