@@ -70,6 +70,8 @@ class FakeLLM:
 class FakeEngine:
     """Requests that take a token per step, all together."""
 
+    replay_seconds = 0.0
+
     def __init__(self) -> None:
         self.live: dict[str, int] = {}
         self.prompts: list[Any] = []
@@ -349,6 +351,32 @@ def test_compared_engines_take_turns_step_by_step(
     times = measure.run_batches(pair, [[5], [6]], load)  # type: ignore[arg-type]
     assert order == [0, 1, 0, 1, 1, 0, 0, 1], "two prefills, then three decode steps, each led by the other"
     assert [len(batch.decode_steps_s) for batch in times] == [3, 3]
+
+
+def test_the_time_outside_the_kernels_is_that_of_replayed_steps(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that no replay served (a capture among them) do not count; without any replay there is no figure."""
+    from ostinato.cli import measure
+
+    clock = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    llm = FakeLLM(config=EngineConfig())
+    kernels = iter([0.0, 0.0, 3.0, 6.0, 9.0])  # the prefill, a capture, three replays
+
+    def step() -> list[SimpleNamespace]:
+        clock[0] += 10.0
+        llm.engine.replay_seconds += next(kernels)
+        return FakeEngine.step(llm.engine)
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    load = measure.Workload(batch=1, input_len=3, output_len=5, num_prompts=1, rounds=1, seed=0)
+    times = measure.run_batches([llm], [[5]], load)  # type: ignore[list-item]
+    assert times[0].outside_s == (10.0, 7.0, 4.0, 1.0)
+    found = measure._outside(times)
+    assert found["outside_kernels_s"]["median"] == 4.0
+    assert found["outside_kernels_share"]["median"] == 0.4
+    assert measure._outside([measure.BatchTimes(1.0, (2.0,), (2.0,))]) == {}
 
 
 @pytest.mark.parametrize(

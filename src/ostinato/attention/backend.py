@@ -100,6 +100,13 @@ class AttentionBackend(Protocol):
         """Host part of a step: describe its real requests in the fixed buffers. Runs before every step."""
         ...
 
+    @property
+    def planned_lens(self) -> torch.Tensor:
+        """KV lengths int64 [max_bs] that `plan` wrote, at a fixed address. Adding one to each plans the next decode
+        step of the same requests.
+        """
+        ...
+
     def forward(
         self,
         stream: Stream,

@@ -101,6 +101,10 @@ class CpuAttention:
         plan[3, :bs] = view.req_pool_indices.numpy()[:bs]
         counts[:] = bs, shape.raw_num_tokens
 
+    @property
+    def planned_lens(self) -> torch.Tensor:
+        return self._requests[2]
+
     def forward(
         self,
         stream: Stream,

@@ -69,6 +69,10 @@ class ReferenceAttention:
         self._counts[0] = bs
         self._counts[1] = rows
 
+    @property
+    def planned_lens(self) -> torch.Tensor:
+        return self._requests[2]
+
     def forward(
         self,
         stream: Stream,

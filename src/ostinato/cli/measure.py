@@ -58,7 +58,9 @@ class Workload:
 
 
 def latency(config: EngineConfig, load: Workload) -> dict[str, Any]:
-    """One batch: tokens per second of its prefill and of its decode, and seconds of one decode step."""
+    """One batch: tokens per second of its prefill and of its decode, seconds of one decode step, and how many of them
+    lie outside the kernels.
+    """
     with open_engine(load.fit(config)) as llm:
         prompts = load.prompts(llm, load.batch)
         run_batches([llm], prompts, load)  # captures
@@ -67,13 +69,14 @@ def latency(config: EngineConfig, load: Workload) -> dict[str, Any]:
             "prefill_tokens_per_s": summary([load.batch * load.input_len / r.prefill_s for r in rounds]),
             "decode_tokens_per_s": summary([load.batch / statistics.mean(r.decode_steps_s) for r in rounds]),
             "decode_step_s": summary([statistics.median(r.decode_steps_s) for r in rounds]),
+            **_outside(rounds),
             "stats": llm.stats(),
         }
 
 
 def replay(config: EngineConfig, load: Workload) -> dict[str, Any]:
-    """A decode step replayed against the same step run eagerly; a round's ratio is that of the median
-    steps.
+    """A decode step replayed against the same step run eagerly, and what of the replayed one lies outside the kernels;
+    a round's ratio is that of the median steps.
     """
     if config.graph == "eager":
         raise ConfigError(
@@ -89,6 +92,7 @@ def replay(config: EngineConfig, load: Workload) -> dict[str, Any]:
             "eager_step_s": summary([eager_s for eager_s, _ in medians]),
             "replay_step_s": summary([replay_s for _, replay_s in medians]),
             "ratio": summary([replay_s / eager_s for eager_s, replay_s in medians]),
+            **_outside([batch for _, batch in rounds]),
             "stats": captured.stats(),
         }
 
@@ -118,12 +122,29 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
-    """Seconds of one batch: its prefill (all steps until every request has a token), and each step after
-    it.
+    """Seconds of one batch: its prefill (all steps until every request has a token), each step after it, and what of
+    each step was no replay.
     """
 
     prefill_s: float
     decode_steps_s: tuple[float, ...]
+    outside_s: tuple[float, ...]
+
+
+def _outside(rounds: Sequence[BatchTimes]) -> dict[str, Any]:
+    """Seconds of a decode step outside the replayed kernels, and their share of it; nothing where no step was replayed.
+
+    A round's figure is that of its median replayed step.
+    """
+    pairs = [[(o, s) for o, s in zip(r.outside_s, r.decode_steps_s, strict=True) if o < s] for r in rounds]
+    if not all(pairs):
+        return {}
+    outside = [statistics.median(o for o, _ in pair) for pair in pairs]
+    steps = [statistics.median(s for _, s in pair) for pair in pairs]
+    return {
+        "outside_kernels_s": summary(outside),
+        "outside_kernels_share": summary([o / s for o, s in zip(outside, steps, strict=True)]),
+    }
 
 
 def run_batches(llms: Sequence[LLM], prompts: Sequence[list[int]], load: Workload) -> list[BatchTimes]:
@@ -134,16 +155,21 @@ def run_batches(llms: Sequence[LLM], prompts: Sequence[list[int]], load: Workloa
     """
     names = [[llm.engine.submit(prompt, load.params) for prompt in prompts] for llm in llms]
     prefill = [_timed_prefill(llm, waiting) for llm, waiting in zip(llms, names, strict=True)]
-    steps: list[list[float]] = [[] for _ in llms]
+    steps: list[list[tuple[float, float]]] = [[] for _ in llms]
     turn = list(range(len(llms)))
     while any(llm.engine.has_work for llm in llms):
         for number in turn:
-            if llms[number].engine.has_work:
-                start = time.perf_counter()
-                llms[number].engine.step()
-                steps[number].append(time.perf_counter() - start)
+            engine = llms[number].engine
+            if engine.has_work:
+                replayed, start = engine.replay_seconds, time.perf_counter()
+                engine.step()
+                seconds = time.perf_counter() - start
+                steps[number].append((seconds, seconds - (engine.replay_seconds - replayed)))
         turn.reverse()
-    return [BatchTimes(first, tuple(rest)) for first, rest in zip(prefill, steps, strict=True)]
+    return [
+        BatchTimes(first, tuple(s for s, _ in rest), tuple(o for _, o in rest))
+        for first, rest in zip(prefill, steps, strict=True)
+    ]
 
 
 def _timed_prefill(llm: LLM, names: Sequence[str]) -> float:

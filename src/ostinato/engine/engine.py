@@ -22,9 +22,10 @@ from ostinato.engine.launch import launch
 from ostinato.engine.output import OutputStream, as_rows
 from ostinato.engine.progress import Report
 from ostinato.engine.request import FinishReason, Logprob, Request, RequestOutput, SamplingParams
-from ostinato.engine.sampler import Sampled, SampleInput, mix64, sample, top_logprobs
+from ostinato.engine.sampler import Sampled, SampleInput, is_plain_greedy, mix64, sample, top_logprobs
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence, SequenceState
+from ostinato.engine.worker import StepResult
 from ostinato.errors import RequestError
 from ostinato.text.chat import ChatTemplate
 from ostinato.text.stop import StopSet
@@ -125,6 +126,7 @@ class Engine:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.stop_token_ids
+        takes_best = is_plain_greedy(params) and params.logprobs is None and params.min_tokens == 0
         sequences: list[Sequence] = []
         for index in range(params.n):
             sequence = Sequence(
@@ -136,6 +138,7 @@ class Engine:
                 limit,
                 stops,
                 leader=sequences[0] if sequences else None,
+                takes_best=takes_best,
             )
             sequences.append(sequence)
         return sequences
@@ -145,6 +148,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def replay_seconds(self) -> float:
+        """Seconds spent within replays of decode steps so far; the rest of a step is the engine's own."""
+        return self.worker.decode.stats.replay_s
 
     def is_live(self, request_id: str) -> bool:
         """Whether a request is here, its last output not handed out yet."""
@@ -177,14 +185,29 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         result = self.worker.execute(plan, self._take_prompt_logits)
-        sampled = sample(result.logits, [_sample_input(row) for row in result.sampling], result.greedy)
-        chosen = {row.sequence: s for row, s in zip(result.sampling, sampled, strict=True)}
+        chosen = self._choose(result)
         ended = self.scheduler.commit(plan, {sequence: s.token_id for sequence, s in chosen.items()})
         for sequence, token in chosen.items():
             self._push(sequence, token)
         for sequence in ended:
             self._end(sequence)
         self._tokens["generated"] += len(chosen)
+
+    def _choose(self, result: StepResult) -> dict[Sequence, Sampled]:
+        """The token of each row that chooses one; those that are not the greedy ones go back to the worker."""
+        chosen: dict[Sequence, Sampled] = {}
+        relay = False
+        for i, (row, best) in enumerate(zip(result.sampling, result.greedy, strict=True)):
+            sequence = row.sequence
+            if sequence.takes_best:
+                chosen[sequence] = Sampled(best)
+                continue
+            sampled = sample(result.logits[i : i + 1], [_sample_input(row)], [best])[0]
+            relay = relay or sampled.token_id != best
+            chosen[sequence] = sampled
+        if relay:
+            self.worker.relay([s.token_id for s in chosen.values()])
+        return chosen
 
     def _push(self, sequence: Sequence, token: Sampled) -> None:
         live = self._live[sequence.request.request_id]

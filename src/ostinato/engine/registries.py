@@ -17,6 +17,7 @@ from ostinato.engine.batch import ForwardBatch
 from ostinato.errors import ConfigError
 from ostinato.graphs.registry import BufferPool, GraphBufferRegistry
 from ostinato.graphs.slots import Axis, FillContext, GraphSlot, PaddingPolicy
+from ostinato.graphs.stream import Stream
 from ostinato.padding import local_num_token_non_padded
 
 INDEX_SEMANTIC_BUFFERS = frozenset(
@@ -101,15 +102,17 @@ def build_decode_registry(
     pool: BufferPool | None = None,
     source: Any = None,
     extra_slots: Iterable[GraphSlot] = (),
+    advance: Callable[[ForwardBatch, Stream], None] | None = None,
 ) -> GraphBufferRegistry[ForwardBatch]:
     """Static inputs of decode steps of up to `max_bs` requests and `max_tokens` rows.
 
+    `advance`: launches what makes the next step's inputs of those in a view (see `GraphBufferRegistry`).
     `source`: an object whose attributes are adopted as the buffers; structured ones (n-gram info, pipeline
     proxies, request canaries) are registered only where it has them. Raises ValueError when it lacks a required
     buffer, AssertionError when the zeroed slots are not exactly the index-like ones.
     """
     options = RegistryOptions() if options is None else options
-    registry = _registry(max_bs, max_tokens, options, device, pool, options.seq_len_fill_value)
+    registry = _registry(max_bs, max_tokens, options, device, pool, options.seq_len_fill_value, advance)
     for slot in [*_decode_slots(options), *extra_slots]:
         registry.register_slot(slot, bind=_adopted(source, slot))
     for slot, buffer in _structured_slots(source):
@@ -148,6 +151,7 @@ def _registry(
     device: torch.device | str,
     pool: BufferPool | None,
     pad_seq_len: int,
+    advance: Callable[[ForwardBatch, Stream], None] | None = None,
 ) -> GraphBufferRegistry[ForwardBatch]:
     def view_fields(batch: ForwardBatch, ctx: FillContext) -> Mapping[str, Any]:
         pads = ctx.padded_bs - ctx.raw_bs
@@ -157,7 +161,13 @@ def _registry(
         return options.is_sharded(ctx.padded_num_tokens)
 
     return GraphBufferRegistry(
-        max_bs, max_tokens, device=device, pool=pool, view_fields=view_fields, verdict=verdict
+        max_bs,
+        max_tokens,
+        device=device,
+        pool=pool,
+        view_fields=view_fields,
+        verdict=verdict,
+        advance=advance,
     )
 
 

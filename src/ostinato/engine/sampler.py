@@ -81,7 +81,8 @@ def sample(
         greedy = logits.argmax(dim=-1).tolist()
     chosen = []
     for i, row in enumerate(inputs):
-        token = greedy[i] if _is_plain_greedy(row) else _choose(logits[i].numpy(force=True), row)
+        plain = not row.blocked_token_ids and is_plain_greedy(row.params)
+        token = greedy[i] if plain else _choose(logits[i].numpy(force=True), row)
         chosen.append(_with_logprobs(logits, i, token, row.params.logprobs))
     return chosen
 
@@ -107,11 +108,10 @@ def _with_logprobs(logits: torch.Tensor, row: int, token_id: int, count: int | N
     return Sampled(token_id, logprob, top)
 
 
-def _is_plain_greedy(row: SampleInput) -> bool:
-    p = row.params
+def is_plain_greedy(p: SamplingParams) -> bool:
+    """Whether the likeliest token is chosen, whatever came before."""
     return (
         p.temperature == 0.0
-        and not row.blocked_token_ids
         and not p.logit_bias
         and p.repetition_penalty == 1.0
         and p.presence_penalty == 0.0

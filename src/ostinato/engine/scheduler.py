@@ -188,6 +188,8 @@ class Scheduler:
 
     def _admit(self, decode_rows: int) -> list[ScheduledSequence]:
         """Prefill rows of this step: the chunk in hand first, then the queue in order while budgets last."""
+        if not self.waiting and self.chunked is None:
+            return []
         options = self.options
         chunk = options.chunked_prefill_size
         budget = StepBudget(
@@ -302,8 +304,10 @@ class Scheduler:
             self.ratio.decay()
         rows = []
         for sequence in self.running:
-            self.kv.grow(sequence, sequence.num_tokens)
-            rows.append(ScheduledSequence(sequence, sequence.num_tokens - 1, 1, prefill=False))
+            known = sequence.num_tokens
+            if known > len(sequence.pages) * self._page:
+                self.kv.grow(sequence, known)
+            rows.append(ScheduledSequence(sequence, known - 1, 1, prefill=False))
         return rows
 
     def _make_room(self) -> bool:
@@ -311,9 +315,9 @@ class Scheduler:
 
         A request amid its chunks goes first: it has generated nothing, and its whole pages stay in the tree for it.
         """
-        order = retraction_order(self.running)
-        if self._fit(order):
+        if self._fit(self.running):
             return False
+        order = retraction_order(self.running)
         if self.chunked is not None:
             self._retract(self.chunked)
         while len(order) > 1 and not self._fit(order):
@@ -328,8 +332,8 @@ class Scheduler:
 
     def _fit(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the pages that one more step of these sequences takes can be had."""
-        pages = sum(s.num_tokens > len(s.pages) * self._page for s in sequences)
-        return pages * self._page <= self.kv.available_tokens
+        pages = sum([s.num_tokens > len(s.pages) * self._page for s in sequences])
+        return pages == 0 or pages * self._page <= self.kv.available_tokens
 
     def _fail(self, sequence: Sequence, why: str) -> None:
         self.finish(sequence, "error", why)

@@ -24,7 +24,10 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Completion `index` of `request`. `arrival` orders the queue; `leader` is the sibling whose prefill it awaits."""
+    """Completion `index` of `request`. `arrival` orders the queue; `leader` is the sibling whose prefill it awaits.
+
+    takes_best: every token is the likeliest one and nothing more is asked about it.
+    """
 
     request: Request
     index: int
@@ -34,6 +37,7 @@ class Sequence:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     leader: Sequence | None = None
+    takes_best: bool = False
     state: SequenceState = SequenceState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -45,10 +49,10 @@ class Sequence:
     row: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    prompt_len: int = field(init=False)
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -2,13 +2,15 @@
 
     plan ─▶ ForwardBatch ─▶ StepShape ─▶ GraphRunner (fill, prepare, capture | replay | eager) ─▶ logits of real rows
 
-Decode graphs hold body and head. Prefill graphs hold the body; the head runs eagerly on the few rows whose logits are
-wanted. Knows nothing of requests' text, queues or sampling. Invariant: every forward goes through a `GraphRunner`.
+Decode graphs hold body, head and greedy choice. Prefill graphs hold the body; the head runs eagerly on the few rows
+whose logits are wanted. A decode step of the last one's requests goes on from what the buffers hold: no host arrays are
+made for it. Knows nothing of requests' text, queues or sampling. Invariant: every forward goes through a `GraphRunner`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +47,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`logits` fp32 [len(sampling) or more, vocab]: the rows that choose a token; `greedy`: the best of each.
+    """`logits` fp32 [len(sampling) or more, vocab]: the rows that choose a token; `greedy`: the best of each row.
 
     Logits are overwritten by the next step.
     """
@@ -55,6 +57,7 @@ class StepResult:
     sampling: tuple[ScheduledSequence, ...]
 
 
+Ints = TokenIds[int]
 PromptLogits = Callable[[Sequence, int, torch.Tensor], None]
 """Takes (sequence, position of the first row, logits fp32 [rows, vocab]) of a prompt being prefilled."""
 
@@ -79,12 +82,18 @@ class Worker:
         self.options = options
         self._attention = attention
         self._eager = EagerStream()
-        self._greedy = torch.zeros(options.max_bs, dtype=torch.int64)
+        self._choice = torch.zeros(options.max_bs, dtype=torch.int64)
+        self._host_choice = self._choice.numpy()
+        # What the decode buffers hold: the rows of the last step and the tokens in `_choice`, if no other came since.
+        self._held: tuple[ScheduledSequence, ...] = ()
+        self._held_tokens: Ints = ()
         registry_options = RegistryOptions(
             request_slots=True, seq_len_fill_value=attention.seq_len_fill_value
         )
         sizes = options.max_bs, options.max_num_tokens
-        decode = build_decode_registry(options.max_bs, options.max_bs, registry_options)
+        decode = build_decode_registry(
+            options.max_bs, options.max_bs, registry_options, advance=self._advance
+        )
         prefill = build_prefill_registry(*sizes, registry_options)
         attention.init_graph_state(*sizes)
         self.decode = self._runner(self._decode_step, decode, backend)
@@ -109,8 +118,25 @@ class Worker:
     def _decode_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
         live = view.num_token_non_padded
         logits = self.model.logits(self.model.forward(view, stream), stream, live)
-        stream.launch(self.model.ops.argmax, logits, self._greedy[: logits.shape[0]], live)
+        stream.launch(self.model.ops.argmax, logits, self._choice[: logits.shape[0]], live)
         return logits
+
+    def _advance(self, view: ForwardBatch, stream: Stream) -> None:
+        """The chosen tokens are the next inputs, each one position on; attention's plan follows."""
+        assert view.input_ids is not None
+        rows = view.input_ids.shape[0]
+        stream.launch(
+            self.model.ops.advance,
+            self._choice[:rows],
+            view.input_ids,
+            view.positions,
+            view.out_cache_loc,
+            view.req_pool_indices,
+            self.pool.page_table,
+            self.pool.page_size,
+            (view.seq_lens, view.seq_lens_cpu, self._attention.planned_lens[:rows]),
+            view.num_token_non_padded,
+        )
 
     def _prefill_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
         return self.model.forward(view, stream)
@@ -132,12 +158,37 @@ class Worker:
 
     def execute(self, plan: StepPlan, prompt_logits: PromptLogits) -> StepResult:
         """Run a step. Logits of prompts that asked for them go to `prompt_logits`, some rows at a time."""
-        batch = self._batch(plan)
-        shape = decide_shape(plan.mode, (plan.num_tokens,), len(plan.rows), self.rules)
-        if plan.mode is StepMode.DECODE:
+        decodes = plan.mode is StepMode.DECODE
+        goes_on = decodes and self._goes_on(plan.rows)
+        rows, self._held = plan.rows, ()
+        logits = self.decode.advance() if goes_on else None
+        if logits is None:
+            batch = self._batch(plan)
+            shape = decide_shape(plan.mode, (plan.num_tokens,), len(rows), self.rules)
+            if not decodes:
+                return self._prefill(plan, shape, batch, prompt_logits)
             logits = self.decode.run(shape, batch)
-            return StepResult(logits, self._greedy.tolist(), plan.rows)
-        return self._prefill(plan, shape, batch, prompt_logits)
+        tokens: list[int] = self._host_choice[: len(rows)].tolist()
+        self._held, self._held_tokens = rows, tokens
+        return StepResult(logits, tokens, rows)
+
+    def relay(self, tokens: Ints) -> None:
+        """Tokens chosen for the rows of the decode step that has just run, where they are not its greedy ones."""
+        if self._held:
+            self._host_choice[: len(tokens)] = tokens
+            self._held_tokens = tokens
+
+    def _goes_on(self, rows: tuple[ScheduledSequence, ...]) -> bool:
+        """Whether these are the sequences of the last step, each with the token that `_choice` holds and no more."""
+        if len(rows) != len(self._held):
+            return False
+        for now, before, token in zip(rows, self._held, self._held_tokens, strict=True):
+            sequence = now.sequence
+            if sequence is not before.sequence or now.start != before.start + 1:
+                return False
+            if sequence.output_token_ids[-1] != token:
+                return False
+        return True
 
     def _prefill(
         self, plan: StepPlan, shape: StepShape, batch: ForwardBatch, prompt_logits: PromptLogits
@@ -155,8 +206,8 @@ class Worker:
                 sampling.append(row)
         logits = self._head(hidden, last)
         if last:
-            self._eager.launch(self.model.ops.argmax, logits, self._greedy[: len(last)])
-        return StepResult(logits, self._greedy.tolist(), tuple(sampling))
+            self._eager.launch(self.model.ops.argmax, logits, self._choice[: len(last)])
+        return StepResult(logits, self._host_choice[: len(last)].tolist(), tuple(sampling))
 
     def _prompt_rows(
         self, row: ScheduledSequence, offset: int, hidden: torch.Tensor, prompt_logits: PromptLogits

@@ -1,9 +1,9 @@
 """Static input buffers at fixed addresses, and the one writer that fills them.
 
 A captured graph reads the buffers of a `GraphBufferRegistry`; before each step `fill_from` resets the tails,
-copies the real rows and computes what depends on the step's widths, in that order. Only padded views leave.
-Knows nothing of what the buffers mean. Invariant: after `fill_from` no row below the padded width is stale,
-unless the slot's own policy keeps it.
+copies the real rows and computes what depends on the step's widths, in that order. `advance` is its other form:
+the same rows, one step further, from what is there. Only padded views leave. Knows nothing of what the buffers
+mean. Invariant: after either no row below the padded width is stale, unless the slot's own policy keeps it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ostinato.graphs.slots import FillContext, GraphSlot, PaddingPolicy
+from ostinato.graphs.stream import Stream
 
 B = TypeVar("B")
 
@@ -84,6 +85,8 @@ class GraphBufferRegistry(Generic[B]):
     view_fields: (batch, ctx) -> further host fields of the view, for values that padding changes.
     verdict: (ctx) -> what the host decided about a step of these widths (for example "rows are sharded"). A
         captured graph keeps it; `GraphRunner` refuses to replay under another verdict.
+    advance: (view, stream) -> None, launches what turns the inputs of a step into those of the next one for the same
+        requests. It must leave tails, and fields that a step's widths decide, as they are.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class GraphBufferRegistry(Generic[B]):
         pool: BufferPool | None = None,
         view_fields: Callable[[B, FillContext], Mapping[str, Any]] | None = None,
         verdict: Callable[[FillContext], Hashable] | None = None,
+        advance: Callable[[B, Stream], None] | None = None,
     ) -> None:
         self.max_bs = max_bs
         self.max_tokens = max_tokens
@@ -102,6 +106,8 @@ class GraphBufferRegistry(Generic[B]):
         self._pool = pool
         self._view_fields = view_fields
         self._verdict = verdict
+        self._advance = advance
+        self.writes = 0  # counts everything that may have changed the buffers, but `advance`
         self._slots: dict[str, GraphSlot] = {}
         self._disabled: dict[str, GraphSlot] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -168,6 +174,7 @@ class GraphBufferRegistry(Generic[B]):
 
     def buffer(self, name: str) -> torch.Tensor:
         """The whole buffer, for whoever owns the registry (tests, audit). What computes gets padded views."""
+        self.writes += 1  # whoever has it may write
         return self._buffers[name]
 
     def verdict(self, ctx: FillContext) -> Hashable:
@@ -183,6 +190,7 @@ class GraphBufferRegistry(Generic[B]):
         Raises ValueError for rows that do not match the context, or a context that the buffers cannot hold,
         and RuntimeError for a FILL_SENTINEL slot without a pad value.
         """
+        self.writes += 1
         plan = self._plan(ctx)
         for tails in plan.zero_tails:
             torch._foreach_zero_(tails)
@@ -213,11 +221,22 @@ class GraphBufferRegistry(Generic[B]):
             if slot.post_fill is not None:
                 slot.post_fill(buffer, batch, ctx)
 
+    @property
+    def can_advance(self) -> bool:
+        """Whether `advance` was declared."""
+        return self._advance is not None
+
+    def advance(self, view: B, stream: Stream) -> None:
+        """Write the next step of the requests that `view` shows, by launches alone: it may be captured."""
+        assert self._advance is not None, "this registry was built without `advance`"
+        self._advance(view, stream)
+
     def reset_for_capture(self) -> None:
         """Make every buffer that is written at each step benign, whole: zeros, or its pad value.
 
         Before a capture, so that one in the midst of serving indexes with nothing stale.
         """
+        self.writes += 1
         for name, slot in self._slots.items():
             if slot.padding_policy is PaddingPolicy.ZERO:
                 self._buffers[name].zero_()

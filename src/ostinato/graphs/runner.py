@@ -1,14 +1,16 @@
 """One way for every step: choose by key, fill buffers, view, prepare, then capture, replay or run eager.
 
 Eager, captured, warm-up, dummy and idle steps differ in the last word only, so all of them see the same
-padded views of the same buffers. Knows nothing of models or schedulers. Invariant: a graph is looked up by
-the key that its capture used, and replays only under the host values that it was captured with.
+padded views of the same buffers. A step that goes on with the requests of the last one may `advance` instead: the
+buffers are written on the device, and the graph replayed. Knows nothing of models or schedulers. Invariant: a graph
+is looked up by the key that its capture used, and replays only under the host values that it was captured with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Generic, TypeVar
 
 import torch
@@ -32,6 +34,16 @@ ProxyTensors = Mapping[str, torch.Tensor]
 class _Entry(Generic[T]):
     graph: CapturedGraph[T]
     frozen: FrozenInputs
+
+
+@dataclass(frozen=True, slots=True)
+class _Served(Generic[B, T]):
+    """The last step, if a graph served it: what `advance` goes on from. `writes`: the registry's, after its fill."""
+
+    shape: StepShape
+    view: B
+    graph: CapturedGraph[T]
+    writes: int
 
 
 class GraphRunner(Generic[B, T]):
@@ -65,6 +77,8 @@ class GraphRunner(Generic[B, T]):
         self._warmup = backend.warmup if warmup is None else warmup
         self._eager = EagerStream()
         self._entries: dict[GraphKey, _Entry[T]] = {}
+        self._advances: dict[GraphKey, CapturedGraph[None]] = {}
+        self._served: _Served[B, T] | None = None
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
@@ -94,9 +108,36 @@ class GraphRunner(Generic[B, T]):
             self.stats.count_step(shape, eager_reason=reason)
         else:
             entry.frozen.check(view, self.registry.verdict(ctx))
+            start = perf_counter()
             outputs = entry.graph.replay()
-            self.stats.count_step(shape, replayed=True)
+            self.stats.count_step(shape, replay_s=perf_counter() - start)
+            self._served = _Served(shape, view, entry.graph, self.registry.writes)
         return outputs
+
+    def advance(self) -> T | None:
+        """Serve the step after the last one: the same requests, each one position further.
+
+        The caller vouches for that, and that whatever `prepare` plans is advanced too. None when the buffers hold
+        another step, or there is no graph: then `run` serves it.
+        """
+        served = self._served
+        if served is None or served.writes != self.registry.writes or not self.registry.can_advance:
+            return None
+        key = served.shape.key
+        start = perf_counter()
+        graph = self._advances.get(key)
+        if graph is not None:
+            graph.replay()
+        elif self._capture_advance(key, served.view):
+            self._advances[key].replay()
+        outputs = served.graph.replay()
+        self.stats.count_step(served.shape, replay_s=perf_counter() - start, advanced=True)
+        return outputs
+
+    def _capture_advance(self, key: GraphKey, view: B) -> bool:
+        """Capture the registry's `advance` for one width; whether a replay must follow to carry it out."""
+        self._advances[key] = self.backend.capture(lambda stream: self.registry.advance(view, stream), 0)
+        return not self.backend.runs_while_capturing
 
     def capture(
         self,
@@ -116,8 +157,9 @@ class GraphRunner(Generic[B, T]):
             reason = shape.eager_reason or (self._no_graph(None) if not self.backend.captures else "")
             if reason:
                 raise CaptureError(f"{shape.key} cannot be captured: {reason}; leave it out of the list")
-            batch = make_batch(shape)
-            self._capture(shape, batch, self._warmup, None)
+            view = self._capture(shape, make_batch(shape), self._warmup, None)
+            if self.registry.can_advance:
+                self._capture_advance(shape.key, view)
             if progress is not None:
                 progress(shape, done, len(ordered))
 
@@ -131,14 +173,14 @@ class GraphRunner(Generic[B, T]):
 
     def _first_use(self, shape: StepShape, batch: B, proxies: ProxyTensors | None) -> T:
         runs = self.backend.runs_while_capturing
-        graph = self._capture(shape, batch, 0 if runs else self._warmup, proxies)
+        view = self._capture(shape, batch, 0 if runs else self._warmup, proxies)
+        graph = self._entries[shape.key].graph
         outputs = graph.outputs if runs else graph.replay()
         self.stats.count_step(shape)
+        self._served = _Served(shape, view, graph, self.registry.writes)
         return outputs
 
-    def _capture(
-        self, shape: StepShape, batch: B, warmup: int, proxies: ProxyTensors | None
-    ) -> CapturedGraph[T]:
+    def _capture(self, shape: StepShape, batch: B, warmup: int, proxies: ProxyTensors | None) -> B:
         ctx = FillContext.of(shape, proxies)
         self.registry.reset_for_capture()
         view = self._fill(shape, batch, ctx)
@@ -149,7 +191,7 @@ class GraphRunner(Generic[B, T]):
         frozen.seal()
         self._entries[shape.key] = _Entry(graph, frozen)
         self.stats.count_capture(shape.key)
-        return graph
+        return view
 
     def _fill(self, shape: StepShape, batch: B, ctx: FillContext) -> B:
         self.registry.fill_from(batch, ctx)

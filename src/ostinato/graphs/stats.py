@@ -15,10 +15,11 @@ from ostinato.padding import GraphKey, StepShape
 
 @dataclass(slots=True)
 class KeyStats:
-    """One graph key. `captures` counts every capture, also those ahead of time."""
+    """One graph key. `captures` counts every capture, also those ahead of time; `advanced` is a part of `replays`."""
 
     captures: int = 0
     replays: int = 0
+    advanced: int = 0
     eager: int = 0
     real_rows: int = 0
     pad_rows: int = 0
@@ -26,22 +27,32 @@ class KeyStats:
 
 @dataclass(slots=True)
 class GraphStats:
-    """All keys of a runner, and the reasons why steps ran eager."""
+    """All keys of a runner, and the reasons why steps ran eager. `replay_s`: seconds within replays."""
 
     keys: dict[GraphKey, KeyStats] = field(default_factory=dict)
     eager_reasons: dict[str, int] = field(default_factory=dict)
+    replay_s: float = 0.0
 
     def count_capture(self, key: GraphKey) -> None:
         self._of(key).captures += 1
 
-    def count_step(self, shape: StepShape, *, replayed: bool = False, eager_reason: str = "") -> None:
-        """One served step: replayed, eager for a reason, or neither when it was captured while it ran."""
+    def count_step(
+        self,
+        shape: StepShape,
+        *,
+        replay_s: float | None = None,
+        advanced: bool = False,
+        eager_reason: str = "",
+    ) -> None:
+        """One served step: replayed in `replay_s` seconds, eager for a reason, or captured while it ran."""
         stats = self._of(shape.key)
         raw = shape.raw_num_tokens
         stats.real_rows += raw
         stats.pad_rows += shape.padded_num_tokens - raw
-        if replayed:
+        if replay_s is not None:
             stats.replays += 1
+            stats.advanced += advanced
+            self.replay_s += replay_s
         elif eager_reason:
             stats.eager += 1
             self.eager_reasons[eager_reason] = self.eager_reasons.get(eager_reason, 0) + 1
@@ -59,6 +70,10 @@ class GraphStats:
     @property
     def replays(self) -> int:
         return sum(k.replays for k in self.keys.values())
+
+    @property
+    def advanced(self) -> int:
+        return sum(k.advanced for k in self.keys.values())
 
     @property
     def eager_steps(self) -> int:
@@ -81,12 +96,15 @@ class GraphStats:
         """Forget everything, captures included."""
         self.keys.clear()
         self.eager_reasons.clear()
+        self.replay_s = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; keys are spelled "decode/8" or "extend/64/variant"."""
         return {
             "captures": self.captures,
             "replays": self.replays,
+            "advanced": self.advanced,
+            "replay_s": self.replay_s,
             "eager_steps": self.eager_steps,
             "eager_reasons": dict(self.eager_reasons),
             "real_rows": self.real_rows,
@@ -96,6 +114,7 @@ class GraphStats:
                 _spell(key): {
                     "captures": k.captures,
                     "replays": k.replays,
+                    "advanced": k.advanced,
                     "eager": k.eager,
                     "real_rows": k.real_rows,
                     "pad_rows": k.pad_rows,

@@ -8,7 +8,7 @@ whatever the other rows hold, NaN included), so pad rows can be computed as data
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -212,6 +212,25 @@ class OpSet(Protocol):
 
     def argmax(self, x: torch.Tensor, out: torch.Tensor, live: torch.Tensor | None = None) -> None:
         """out[t] (int64 [T]) = index of the largest value of x [T, V]: the lowest among equals, NaN never."""
+        ...
+
+    def advance(
+        self,
+        choice: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+        lengths: Sequence[torch.Tensor],
+        live: torch.Tensor | None = None,
+    ) -> None:
+        """The inputs of a decode step (int64 [T], one row a request) become those of the next, in place.
+
+        input_ids = choice; positions and every int64 [T] of `lengths` (at most 4) + 1; out_cache_loc = slot of the new
+        position, by the int32 page table [requests, pages] at req_pool_indices. Rows past `live` stay.
+        """
         ...
 
     def moe_experts(

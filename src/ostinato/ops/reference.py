@@ -7,7 +7,7 @@ makes a row's bits the same in every bucket, beside every batch-mate, prefilled 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -234,6 +234,26 @@ class ReferenceOps:
         n = live_rows(x, live)
         out[:n] = x[:n].masked_fill(x[:n].isnan(), float("-inf")).argmax(-1)
         out[n:] = 0
+
+    def advance(
+        self,
+        choice: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+        lengths: Sequence[torch.Tensor],
+        live: torch.Tensor | None = None,
+    ) -> None:
+        n = live_rows(input_ids, live)
+        input_ids[:n] = choice[:n]
+        for x in (positions, *lengths):
+            x[:n] += 1
+        where = positions[:n]
+        pages = (where // page_size).clamp(max=page_table.shape[1] - 1)
+        out_cache_loc[:n] = page_table[req_pool_indices[:n], pages].long() * page_size + where % page_size
 
     def moe_experts(
         self,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from ostinato.errors import ConfigError
+from ostinato.ops.cpu.advance import Advance
 from ostinato.ops.cpu.elementwise import ElementwiseOps
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
 from ostinato.ops.cpu.launch import Runtime, open_runtime
@@ -56,6 +57,7 @@ class NumbaOps:
         self.embedding, self.gather_rows = elements.embedding, elements.gather_rows
         self.combine_slots = elements.combine_slots
         self.scale_by_position = reference.scale_by_position
+        self.advance = Advance(runtime)
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         if not supports(rule):

@@ -113,13 +113,18 @@ def fp32_bits(value: float) -> int:
     return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
-def live_count(live: torch.Tensor | None) -> dict[int, int]:
-    """The live count's address; without one all rows are computed."""
+def live_count_address(live: torch.Tensor | None) -> int:
+    """The live count's address; 0 without one: all rows are computed."""
     if live is None:
-        return {}
+        return 0
     if live.dtype != torch.int32 or live.numel() != 1:
         raise _fail("the live count must be one int32", live)
-    return {field.COUNT: live.data_ptr()}
+    return live.data_ptr()
+
+
+def live_count(live: torch.Tensor | None) -> dict[int, int]:
+    """The live count's field."""
+    return {} if live is None else {field.COUNT: live_count_address(live)}
 
 
 def _fail(what: str, x: torch.Tensor) -> ValueError:
