@@ -19,6 +19,7 @@ LEVELS = {
     "padding": 0,
     "graphs": 1,
     "ops": 1,
+    "loadgen": 1,
     "parallel": 1,
     "text": 1,
     "moe": 2,

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ostinato import __version__
-from ostinato.cli import bench, chat, fetch, generate, serve
+from ostinato.cli import bench, bench_serve, chat, fetch, generate, serve
 from ostinato.errors import OstinatoError
 
 # Root of what the parser raises at users; typer has no public name for it.
@@ -52,6 +52,15 @@ def _usage(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}; see `{path} --help`"
 
 
+class _BenchGroup(TyperGroup):
+    """`bench` measures an engine unless another of its commands is named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["engine", *args]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     cls=_Group,
     name="ostinato",
@@ -79,11 +88,15 @@ def _root(
         print(context.get_help())
 
 
+bench_app = typer.Typer(cls=_BenchGroup, help="Measure an engine, or a server under load.")
+bench_app.command("engine")(bench.bench)
+bench_app.command("serve")(bench_serve.bench_serve)
+
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("fetch")(fetch.fetch)
-app.command("bench")(bench.bench)
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
