@@ -21,6 +21,7 @@ from ostinato.models.layers import LayerSpec
 from ostinato.models.loader import Progress, WeightSource
 from ostinato.models.parts import Attention, DenseFFN, FeedForward, Norm, QKNorm, Rope
 from ostinato.models.rope import RopeConfig, rope_table
+from ostinato.models.weights import Part, StoredWeight
 from ostinato.moe.custom import llama4_routing, phimoe_routing
 from ostinato.moe.layer import MoELayer, SharedExpert, reserve_moe_buffers
 from ostinato.moe.routing import Consumers
@@ -124,11 +125,15 @@ class _Builder:
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         return self.source.take(name, shape, self.config.dtype)
 
+    def _stored(self, name: str, *shape: int) -> StoredWeight:
+        """One tensor as a weight, read when it is packed."""
+        return StoredWeight(self.source, shape, self.config.dtype, (Part(name, shape),))
+
     def _head(self, embedding: torch.Tensor) -> PackedLinear:
         """Tied when the config says so, unless the file has a head of its own."""
         config, name = self.config, self.config.family.names.head
         tied = config.tie_word_embeddings and not self.source.has(f"{name}.weight")
-        weight = embedding if tied else self._take(f"{name}.weight", *embedding.shape)
+        weight = embedding if tied else self._stored(f"{name}.weight", *embedding.shape)
         bias = self._take(f"{name}.bias", config.vocab_size) if config.head_bias else None
         return self.ops.pack_linear(weight, bias, out_dtype=torch.float32)
 
@@ -147,17 +152,16 @@ class _Builder:
 
     def _stacked(
         self, prefixes: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[StoredWeight, torch.Tensor | None]:
         """Weight and bias of several tensors, each [rows[i], width], one behind the other."""
-        fused = torch.empty(sum(rows), width, dtype=self.config.dtype)
-        fused_bias = torch.empty(sum(rows), dtype=self.config.dtype) if bias else None
-        start = 0
+        parts, biases, start = [], [], 0
         for prefix, count in zip(prefixes, rows, strict=True):
-            fused[start : start + count] = self._take(f"{prefix}.weight", count, width)
-            if fused_bias is not None:
-                fused_bias[start : start + count] = self._take(f"{prefix}.bias", count)
+            parts.append(Part(f"{prefix}.weight", (count, width), first=start))
+            if bias:
+                biases.append(self._take(f"{prefix}.bias", count))
             start += count
-        return fused, fused_bias
+        weight = StoredWeight(self.source, (start, width), self.config.dtype, tuple(parts))
+        return weight, torch.cat(biases) if bias else None
 
     def _layer(self, index: int, spec: LayerSpec) -> DecoderLayer:
         prefix = self.config.family.names.layers.format(i=index)
@@ -228,7 +232,7 @@ class _Builder:
             (prefix + name for name in names.router if self.source.has(prefix + name)),
             prefix + names.router[0],
         )
-        router = self._take(router_name, moe.num_experts, self.config.hidden_size)
+        router = self._stored(router_name, moe.num_experts, self.config.hidden_size)
         return MoELayer(
             ops=self.ops,
             workspace=self.workspace,
@@ -244,21 +248,28 @@ class _Builder:
         names = self.config.family.names.experts
         assert names is not None
         count, width, hidden = moe.num_experts, moe.intermediate_size, self.config.hidden_size
-        if not names.gate or (names.fused_gate_up and self.source.has(prefix + names.fused_gate_up)):
-            if names.fused_transposed:
-                gate_up = self._take(prefix + names.fused_gate_up, count, hidden, 2 * width).transpose(1, 2)
-                down = self._take(prefix + names.fused_down, count, width, hidden).transpose(1, 2)
-            else:
-                gate_up = self._take(prefix + names.fused_gate_up, count, 2 * width, hidden)
-                down = self._take(prefix + names.fused_down, count, hidden, width)
-            return self.ops.pack_experts(gate_up, down)
-        gate_up = torch.empty(count, 2 * width, hidden, dtype=self.config.dtype)
-        down = torch.empty(count, hidden, width, dtype=self.config.dtype)
-        for e in range(count):
-            gate_up[e, :width] = self._take(prefix + names.gate.format(e=e), width, hidden)
-            gate_up[e, width:] = self._take(prefix + names.up.format(e=e), width, hidden)
-            down[e] = self._take(prefix + names.down.format(e=e), hidden, width)
-        return self.ops.pack_experts(gate_up, down)
+        fused = not names.gate or (names.fused_gate_up and self.source.has(prefix + names.fused_gate_up))
+        if fused:
+            gate_up = [self._fused(prefix + names.fused_gate_up, (count, 2 * width, hidden))]
+            down = [self._fused(prefix + names.fused_down, (count, hidden, width))]
+        else:
+            gate_up, down = [], []
+            for e in range(count):
+                gate_up.append(Part(prefix + names.gate.format(e=e), (width, hidden), matrix=e))
+                gate_up.append(Part(prefix + names.up.format(e=e), (width, hidden), matrix=e, first=width))
+                down.append(Part(prefix + names.down.format(e=e), (hidden, width), matrix=e))
+        dtype = self.config.dtype
+        return self.ops.pack_experts(
+            StoredWeight(self.source, (count, 2 * width, hidden), dtype, tuple(gate_up)),
+            StoredWeight(self.source, (count, hidden, width), dtype, tuple(down)),
+        )
+
+    def _fused(self, name: str, shape: tuple[int, int, int]) -> Part:
+        """All experts' matrices [E, N, K] in one tensor, which some families store as [E, K, N]."""
+        names = self.config.family.names.experts
+        if names is None or not names.fused_transposed:
+            return Part(name, shape)
+        return Part(name, (shape[0], shape[2], shape[1]), transposed=True)
 
     def _shared(self, moe: MoEConfig, prefix: str) -> SharedExpert | None:
         if moe.shared_intermediate_size is None:
@@ -267,7 +278,7 @@ class _Builder:
         gate_up, down = self._gated(prefix + names.shared_expert, moe.shared_intermediate_size, bias=False)
         if not moe.shared_gated:
             return SharedExpert(gate_up, down)
-        gate = self._take(prefix + names.shared_expert_gate, 1, self.config.hidden_size)
+        gate = self._stored(prefix + names.shared_expert_gate, 1, self.config.hidden_size)
         return SharedExpert(gate_up, down, self.ops.pack_linear(gate, out_dtype=torch.float32))
 
 

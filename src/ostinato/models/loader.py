@@ -1,31 +1,57 @@
 """Safetensors files of a checkpoint directory, read one tensor at a time.
 
 Finds the files (single or sharded), hands out tensors by name with their shape checked, and accounts for
-every one of them. Knows nothing of what the tensors mean. Invariant: nothing is unpickled, no tensor is
-silently missing or silently left over, and a tensor handed out shares no memory with the file.
+every one of them. `WeightSource.open` is the one way to a tensor's values. Knows nothing of what the tensors
+mean. Invariant: nothing is unpickled, no tensor is silently missing or silently left over, and no more of a
+file is in memory than the tensors that are open.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ostinato.errors import ModelError
+from ostinato.models.safetensors_file import DTYPES, DamagedFileError, SafetensorsFile
 
 Progress = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes)."""
 
-_SIZES: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
+BLOCK_BYTES = 8 << 20
+"""What of a tensor is read at once."""
+
 # Buffers, not parameters: old checkpoints carry the rope frequencies, which the config determines.
 _BUFFERS = re.compile(r"rotary_emb\.inv_freq$")
 _AGAIN = "download the checkpoint again"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """An open tensor: `values` is a view of the file, [shape] in the file's dtype; take slices of it at will, what is
+    not touched is not read. It is good until the tensor is closed.
+    """
+
+    values: torch.Tensor
+    _file: SafetensorsFile
+    _stored: str
+
+    def drop(self) -> None:
+        """Give back the memory of what was read so far; what is read again is fetched again."""
+        self._file.drop(self._stored)
+
+    def blocks(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, block) of `rows`, a view [n, ...] of `values`; a block is good until the next is asked for."""
+        size = max(1, rows[:1].numel()) * rows.element_size()
+        step = max(BLOCK_BYTES // size // 32 * 32, 32)
+        for first in range(0, rows.shape[0], step):
+            yield first, rows[first : first + step]
+            self.drop()
 
 
 class WeightSource:
@@ -47,20 +73,22 @@ class WeightSource:
         self._progress = progress
         self._loaded = 0
         self._total = 0
-        self._where: dict[str, tuple[Any, str]] = {}  # name asked for -> (open file, name in it)
+        self._where: dict[str, tuple[SafetensorsFile, str]] = {}  # name asked for -> (file, name in it)
         self._taken: set[str] = set()
         for path in weight_files(self.directory):
-            handle = _open(path)
-            for stored in handle.keys():  # noqa: SIM118 (the handle is no mapping)
+            file = _open(path)
+            for stored in file.entries:
                 if _BUFFERS.search(stored) or stored.startswith(tuple(ignored)):
                     continue
-                self._add(path, handle, stored, renamed)
+                self._add(path, file, stored, renamed)
 
-    def _add(self, path: Path, handle: Any, stored: str, renamed: Sequence[tuple[str, str]]) -> None:
-        entry = handle.get_slice(stored)
-        if entry.get_dtype() not in _SIZES:
+    def _add(
+        self, path: Path, file: SafetensorsFile, stored: str, renamed: Sequence[tuple[str, str]]
+    ) -> None:
+        entry = file.entries[stored]
+        if entry.dtype not in DTYPES:
             raise ModelError(
-                f"{path}: tensor {stored} has dtype {entry.get_dtype()}; ostinato loads {', '.join(_SIZES)}, "
+                f"{path}: tensor {stored} has dtype {entry.dtype}; ostinato loads {', '.join(DTYPES)}, "
                 "give an unquantised checkpoint"
             )
         name = stored
@@ -70,35 +98,47 @@ class WeightSource:
                 break
         if name in self._where:
             raise ModelError(f"{path}: tensor {stored} is there twice; {_AGAIN}")
-        self._where[name] = (handle, stored)
-        size = _SIZES[entry.get_dtype()]
-        for extent in entry.get_shape():
-            size *= extent
-        self._total += size
+        self._where[name] = (file, stored)
+        self._total += entry.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self._total
 
     def has(self, name: str) -> bool:
         return name in self._where
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A fresh copy of tensor `name` in `dtype`. ModelError when it is missing or has another shape."""
+    @contextmanager
+    def open(self, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
+        """Tensor `name` for the length of a block. ModelError when it is missing or has another shape."""
         if name not in self._where:
             raise ModelError(
                 f"{self.directory} has no tensor {name}, which config.json asks for; "
                 "take weights and config of the same checkpoint"
             )
-        handle, stored = self._where[name]
-        found = tuple(handle.get_slice(stored).get_shape())
-        if found != shape:
+        file, stored = self._where[name]
+        entry = file.entries[stored]
+        if entry.shape != shape:
             raise ModelError(
-                f"{self.directory}: tensor {stored} has shape {list(found)}, config.json asks for "
+                f"{self.directory}: tensor {stored} has shape {list(entry.shape)}, config.json asks for "
                 f"{list(shape)}; take weights and config of the same checkpoint"
             )
-        tensor: torch.Tensor = handle.get_tensor(stored)
+        file.expect(stored)
+        yield StoredTensor(file.view(stored), file, stored)
+        file.drop(stored)
         self._taken.add(name)
-        self._loaded += tensor.numel() * tensor.element_size()
+        self._loaded += entry.nbytes
         if self._progress is not None:
             self._progress(self._loaded, self._total)
-        return tensor.to(dtype, copy=True)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh copy of tensor `name` in `dtype`. ModelError when it is missing or has another shape."""
+        with self.open(name, shape) as stored:
+            copy = torch.empty(shape, dtype=dtype)
+            for first, block in stored.blocks(stored.values):
+                copy[first : first + block.shape[0]] = block
+        return copy
 
     def finish(self) -> None:
         """Raise ModelError when the files hold tensors that nobody took."""
@@ -150,8 +190,8 @@ def _shards(index: Path) -> list[Path]:
     return paths
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> SafetensorsFile:
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
+        return SafetensorsFile(path)
+    except (DamagedFileError, OSError) as error:
         raise ModelError(f"{path} is truncated or damaged ({error}); {_AGAIN}") from error

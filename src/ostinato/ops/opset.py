@@ -8,13 +8,51 @@ whatever the other rows hold, NaN included), so pad rows can be computed as data
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from ostinato.padding import PadContract
+
+
+class WeightPieces(Protocol):
+    """A weight [N, K] or [E, N, K] handed over piece by piece, so that it need not be in memory whole."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def pieces(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """(matrix, first row, rows [n, K]) until every row was there once.
+
+        The rows are read-only, and good until the next piece is asked for.
+        """
+        ...
+
+
+Weight = torch.Tensor | WeightPieces
+
+
+def pieces_of(weight: Weight) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """The pieces of a weight; those of a tensor [N, K] or [E, N, K] are its matrices."""
+    if not isinstance(weight, torch.Tensor):
+        yield from weight.pieces()
+        return
+    for i, matrix in enumerate(weight if weight.dim() == 3 else weight.unsqueeze(0)):
+        yield i, 0, matrix
+
+
+def whole_weight(weight: Weight) -> torch.Tensor:
+    """The weight as one tensor: itself, or its pieces put together."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    whole = torch.empty(weight.shape, dtype=weight.dtype)
+    matrices = whole if whole.dim() == 3 else whole.unsqueeze(0)
+    for matrix, first, rows in weight.pieces():
+        matrices[matrix, first : first + rows.shape[0]] = rows
+    return whole
 
 
 class PackedLinear(Protocol):
@@ -96,7 +134,7 @@ class OpSet(Protocol):
         ...
 
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+        self, weight: Weight, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> PackedLinear:
         """Pack `weight` [N, K] and `bias` [N]; products are summed in fp32 and written in `out_dtype`.
 
@@ -105,11 +143,11 @@ class OpSet(Protocol):
         """
         ...
 
-    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> PackedLinear:
         """Pack gate and up `weight` [2I, K], gate rows first: `linear` by it writes silu(gate) * up, [T, I]."""
         ...
 
-    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+    def pack_experts(self, gate_up: Weight, down: Weight) -> PackedExperts:
         """Pack `gate_up` [E, 2I, H] (gate rows first) and `down` [E, H, I]."""
         ...
 

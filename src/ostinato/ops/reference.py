@@ -15,7 +15,14 @@ import torch
 from torch.nn.functional import layer_norm
 
 from ostinato.ops.exact import sigmoid, silu
-from ostinato.ops.opset import PackedExperts, PackedLinear, RoutingKernel, RoutingRule
+from ostinato.ops.opset import (
+    PackedExperts,
+    PackedLinear,
+    RoutingKernel,
+    RoutingRule,
+    Weight,
+    whole_weight,
+)
 from ostinato.padding import PadContract, align_up
 
 ROW_BLOCK = 8
@@ -115,17 +122,18 @@ class ReferenceOps:
         return MappingProxyType({"moe_experts": contract})
 
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+        self, weight: Weight, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> ReferenceLinear:
         # torch cannot sum bf16 products into an fp32 result here, so an fp32 output asks for fp32 weights.
         dtype = torch.promote_types(weight.dtype, out_dtype or weight.dtype)
-        return ReferenceLinear(weight.to(dtype).contiguous(), None if bias is None else bias.to(dtype))
+        whole = whole_weight(weight).to(dtype).contiguous()
+        return ReferenceLinear(whole, None if bias is None else bias.to(dtype))
 
-    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> ReferenceLinear:
-        return ReferenceLinear(weight.contiguous(), bias, gated=True)
+    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(whole_weight(weight).contiguous(), bias, gated=True)
 
-    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ReferenceExperts:
-        return ReferenceExperts(gate_up.contiguous(), down.contiguous())
+    def pack_experts(self, gate_up: Weight, down: Weight) -> ReferenceExperts:
+        return ReferenceExperts(whole_weight(gate_up).contiguous(), whole_weight(down).contiguous())
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         return None  # `moe.routing` itself is the reference

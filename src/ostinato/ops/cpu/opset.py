@@ -24,7 +24,7 @@ from ostinato.ops.cpu.packing import Packer, pack_bias
 from ostinato.ops.cpu.routing import Routing, score_library, supports
 from ostinato.ops.cpu.row_ops import RowOps
 from ostinato.ops.cpu.scratch import Scratch
-from ostinato.ops.opset import RoutingKernel, RoutingRule
+from ostinato.ops.opset import RoutingKernel, RoutingRule, Weight
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import PadContract
 
@@ -78,19 +78,19 @@ class NumbaOps:
         return MappingProxyType({"moe_experts": contract})
 
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
+        self, weight: Weight, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None
     ) -> LinearWeights:
         """Packed `weight` [N, K] (bf16 or fp32) and `bias` [N]; sums are fp32 whatever the output."""
         keep = out_dtype == torch.float32
         panels = self._packer.pack(weight, dtype=None if keep else self._packed_dtype)
         return LinearWeights(panels, pack_bias(bias, panels), out_dtype or weight.dtype)
 
-    def pack_gated(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeights:
+    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> LinearWeights:
         """Packed gate and up [2I, K], gate rows first: `linear` with it gives silu(gate) * up, [T, I]."""
         panels = self._packer.pack(weight, gated=True, dtype=self._packed_dtype)
         return LinearWeights(panels, pack_bias(bias, panels), weight.dtype)
 
-    def pack_experts(self, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertWeights:
+    def pack_experts(self, gate_up: Weight, down: Weight) -> ExpertWeights:
         """Packed `gate_up` [E, 2I, H], gate rows first, and `down` [E, H, I]."""
         dtype = self._packed_dtype
         return ExpertWeights(

@@ -26,6 +26,7 @@ from ostinato.ops.cpu.launch import (
 from ostinato.ops.cpu.memory import fetch_add, load_i64
 from ostinato.ops.cpu.tiles import PANEL
 from ostinato.ops.cpu.transpose import transpose_words
+from ostinato.ops.opset import Weight, pieces_of
 
 HALF = PANEL // 2
 PACKED_DTYPES = (torch.bfloat16, torch.float32, torch.int8)
@@ -185,13 +186,13 @@ class Packer:
         }
         runtime.launch(pack_entry, pack_worker, values, NUM_FIELDS, (words, panels.words))()
 
-    def pack(self, weight: torch.Tensor, *, gated: bool = False, dtype: torch.dtype | None = None) -> Panels:
+    def pack(self, weight: Weight, *, gated: bool = False, dtype: torch.dtype | None = None) -> Panels:
         """Panels of `weight` [N, K] or [E, N, K], in its own dtype or quantised to int8."""
-        matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
-        count, rows, columns = matrices.shape
+        rows, columns = weight.shape[-2:]
+        count = weight.shape[0] if len(weight.shape) == 3 else 1
         panels = empty_panels(count, rows, columns, dtype or weight.dtype, gated=gated)
-        for i, matrix in enumerate(matrices):
-            self.write_rows(panels, i, matrix)
+        for matrix, first, piece in pieces_of(weight):
+            self.write_rows(panels, matrix, piece, first)
         return panels
 
 
