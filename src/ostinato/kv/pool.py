@@ -15,6 +15,7 @@ import torch
 
 from ostinato.errors import ConfigError
 from ostinato.kv.pages import TRASH_PAGE
+from ostinato.ops.cpu.huge_pages import mapped_zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class KVPool:
         self.num_pages = num_pages
         self.max_requests = max_requests
         shape = (num_pages * layout.page_size, layout.num_kv_heads, layout.head_dim)
-        self.k = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
-        self.v = [torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(layout.num_layers)]
+        self.k = [_zeros(shape, layout.dtype, device) for _ in range(layout.num_layers)]
+        self.v = [_zeros(shape, layout.dtype, device) for _ in range(layout.num_layers)]
         self.page_table = torch.full(
             (max_requests + 1, max_pages_per_request), TRASH_PAGE, dtype=torch.int32, device=device
         )
@@ -97,3 +98,10 @@ class KVPool:
         """KV slots int64 [n] of `positions` [n] of the request(s) whose page-table row(s) are `rows`."""
         pages = self.page_table[rows, positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Memory of the host comes into being as pages are first used: start-up need not touch all of it."""
+    if torch.device(device).type == "cpu":
+        return mapped_zeros(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)

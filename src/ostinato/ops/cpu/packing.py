@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.ops.cpu.huge_pages import prefer_huge_pages
+from ostinato.ops.cpu.huge_pages import mapped_zeros
 from ostinato.ops.cpu.int8 import TRAILER_WORDS, quantise_weight
 from ostinato.ops.cpu.launch import (
     COUNTER,
@@ -103,8 +103,7 @@ def empty_panels(count: int, rows: int, columns: int, dtype: torch.dtype, *, gat
         raise ValueError(f"gate and up need an even number of rows, got {rows}")
     panels = -(-rows // 2 // HALF) if gated else -(-rows // PANEL)
     steps = words_of(columns, dtype) + (TRAILER_WORDS if dtype == torch.int8 else 0)
-    words = torch.zeros(count, panels, steps, PANEL, dtype=torch.int32)
-    prefer_huge_pages(words)
+    words = mapped_zeros((count, panels, steps, PANEL), torch.int32, huge=True)
     return Panels(words, rows, columns, dtype, gated)
 
 
