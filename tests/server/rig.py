@@ -68,11 +68,12 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """A number of `/metrics`, by name without the prefix: the sum over series with these labels."""
+        return sum(s.value for s in self.samples(name) if labels.items() <= s.labels.items())
+
+    def samples(self, name: str) -> list[Any]:
+        """Samples of `/metrics` of this name."""
         families = text_string_to_metric_families(self.get("/metrics").text)
-        samples = [sample for family in families for sample in family.samples]
-        return sum(
-            s.value for s in samples if s.name == f"ostinato_{name}" and labels.items() <= s.labels.items()
-        )
+        return [s for family in families for s in family.samples if s.name == f"ostinato_{name}"]
 
     def wait_ready(self) -> None:
         until(lambda: self.process.poll() is not None or self.get("/ready").status_code == 200, READY_S)

@@ -230,6 +230,7 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", [1]),
     ("stop", ""),
     ("stop", ["a"] * 10_000),
+    ("stop", "a" * 10_000),
     ("stop", [1]),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [2**20]),

@@ -17,7 +17,7 @@ class SequenceDelta(msgspec.Struct, array_like=True):
     """News of completion `index` of a request: text, tokens, and, when it has ended, why.
 
     `done` is true with the last news of the whole request. `prompt_logprobs` (an entry per prompt token, None for the
-    first) and `num_cached_tokens` come with the first news of completion 0.
+    first) and `num_cached_tokens` come with the first news of the request.
     """
 
     request_id: str

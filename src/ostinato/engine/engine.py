@@ -41,6 +41,7 @@ class _Live:
     streams: list[OutputStream]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     touched: bool = field(default=False)
+    cached_told: bool = field(default=False)
 
 
 class Engine:
@@ -254,7 +255,8 @@ class Engine:
             if news and live.prompt_logprobs is not None:
                 news[0].prompt_logprobs = [None if p is None else as_rows(p) for p in live.prompt_logprobs]
                 live.prompt_logprobs = None
-            if news:
+            if news and not live.cached_told:
+                live.cached_told = True
                 news[0].num_cached_tokens = live.sequences[0].num_cached
             if all(s.state is SequenceState.FINISHED for s in live.sequences):
                 news[-1].done = True

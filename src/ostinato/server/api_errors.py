@@ -26,6 +26,7 @@ _KINDS: Mapping[int, str] = {
     504: "timeout_error",
 }
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
+_SOURCES = ("body", "query", "path", "header")
 _TYPE_WORDS = frozenset({"str", "int", "float", "bool", "dict", "list", "none", "constrained", "function"})
 
 
@@ -91,7 +92,7 @@ def from_request_error(error: RequestError, fields: Sequence[str], default: str 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """A 400 from pydantic's errors: of a union's complaints, the one that got furthest into the value."""
     error = max(errors, key=lambda e: len(_path(e["loc"])))
-    param = spell(error["loc"])
+    param = spell(error["loc"], unknown=error["type"] == "extra_forbidden")
     message = str(error["msg"])
     if error["type"] == "extra_forbidden":
         message = f"{param} is not supported here; remove it"
@@ -104,24 +105,24 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return bad_field(param, message)
 
 
-def spell(location: Sequence[str | int]) -> str | None:
-    """A pydantic location as `messages[0].content`, without the names of union branches; None for the body itself."""
+def spell(location: Sequence[str | int], *, unknown: bool = False) -> str | None:
+    """A pydantic location as `messages[0].content`, without the names of union branches; None for the body itself.
+
+    `unknown`: it ends with a field that does not exist, so may be called anything.
+    """
     text = ""
-    for part in _path(location):
+    for part in _path(location, unknown):
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text or None
 
 
-def _path(location: Sequence[str | int]) -> list[str | int]:
-    """The parts of a location that lie in the value. A field that is unknown stays, whatever it is called."""
-    parts = (
-        list(location)[1:]
-        if location and location[0] in ("body", "query", "path", "header")
-        else list(location)
-    )
-    kept: list[str | int] = []
-    for place, part in enumerate(parts):
-        branch = isinstance(part, str) and place > 0 and (part in _TYPE_WORDS or not _FIELD.fullmatch(part))
-        if not branch or (place == len(parts) - 1 and part not in _TYPE_WORDS and "[" not in str(part)):
-            kept.append(part)
-    return kept
+def _path(location: Sequence[str | int], unknown: bool = False) -> list[str | int]:
+    """The parts of a location that lie in the value."""
+    parts = list(location[1:] if location and location[0] in _SOURCES else location)
+    last = [parts.pop()] if unknown and parts else []
+    inner = [part for part in parts[1:] if isinstance(part, int) or _is_field(part)]
+    return parts[:1] + inner + last
+
+
+def _is_field(part: str) -> bool:
+    return _FIELD.fullmatch(part) is not None and part not in _TYPE_WORDS

@@ -22,6 +22,7 @@ from typing import Any
 from ostinato.config import EngineConfig, ServerConfig
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.request import SamplingParams
+from ostinato.errors import OstinatoError
 from ostinato.server.api_errors import ApiError, bad_field, engine_down
 from ostinato.server.messages import Abort, Deltas, EngineInfo, Event, Failed, Ready, Refused, Stats, Submit
 from ostinato.server.metrics import Metrics
@@ -84,6 +85,18 @@ class EngineClient:
         self._fail_all("the server is shutting down")
 
     async def _keep_running(self) -> None:
+        try:
+            await self._run_engines()
+        except Exception as error:  # whatever it is, nobody may wait for an engine that nobody runs
+            self.failure = f"the engine process cannot be run: {error}"
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self.state = EngineState.DOWN
+        self._fail_all("the engine is down")
+        self.over.set()
+
+    async def _run_engines(self) -> None:
         in_a_row = 0
         while True:
             started = time.monotonic()
@@ -101,8 +114,7 @@ class EngineClient:
                     f"the engine process ended with status {status} after {in_a_row} restarts in a row"
                 )
             if self.failure is not None:
-                self.state = EngineState.DOWN
-                self.over.set()
+                self._give_up()
                 return
             in_a_row += 1
             self.restarts += 1
@@ -191,8 +203,14 @@ class EngineClient:
 
     async def _become_ready(self, info: EngineInfo) -> None:
         process = self._process
-        if self._on_ready is not None:
-            await self._on_ready(info)
+        try:
+            if self._on_ready is not None:
+                await self._on_ready(info)
+        except OstinatoError as error:
+            self.failure = str(error)
+            if process is not None:
+                process.kill()
+            return
         if self._process is process and self.state is EngineState.STARTING:
             self.info, self.state = info, EngineState.READY
 

@@ -65,7 +65,7 @@ Prompt = Annotated[
     ),
 ]
 
-Stop = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 BiasToken = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]

@@ -43,8 +43,8 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether all news were taken and no more will come."""
-        return not self.open_ids and not self._pending
+        """Whether it came to its own end and all news were taken. One that has failed does not: `take` raises."""
+        return not self.open_ids and not self._pending and self._failure is None
 
     def put(self, delta: SequenceDelta) -> None:
         """Add news; `wake` tells the reader."""
