@@ -96,11 +96,13 @@ class Server:
         """A bare connection."""
         return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
 
-    def send_request(self, path: str, body: dict[str, Any], *, key: str = "") -> socket.socket:
-        """A connection with a request on its way; nothing of the answer is read."""
+    def send_request(
+        self, path: str, body: dict[str, Any], *, key: str = "", close: bool = False
+    ) -> socket.socket:
+        """A connection with a request on its way; nothing of the answer is read. `close`: it ends after it."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        head += f"authorization: Bearer {key}\r\n"
+        head += f"authorization: Bearer {key}\r\n" + "connection: close\r\n" * close
         connection = self.connect()
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         return connection
