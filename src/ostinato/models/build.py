@@ -21,13 +21,16 @@ from ostinato.models.layers import LayerSpec
 from ostinato.models.loader import Progress, WeightSource
 from ostinato.models.parts import Attention, DenseFFN, FeedForward, Norm, QKNorm, Rope
 from ostinato.models.rope import RopeConfig, rope_table
-from ostinato.models.weights import Part, StoredWeight
+from ostinato.models.sharding import LayerExperts, ParallelPlan, Sharding
+from ostinato.models.weights import Cut, Part, Span, StoredWeight
 from ostinato.moe.custom import llama4_routing, phimoe_routing
+from ostinato.moe.dispatch import Dispatcher
 from ostinato.moe.layer import MoELayer, SharedExpert, reserve_moe_buffers
 from ostinato.moe.routing import Consumers
 from ostinato.moe.topk import TopKConfig
 from ostinato.ops.opset import OpSet, PackedExperts, PackedLinear
 from ostinato.padding import PadContract, check_pad_contracts
+from ostinato.parallel.columns import ColumnGather
 
 ConsumersOf = Callable[[int], Consumers]
 """Who reads the routed ids of layer i."""
@@ -44,13 +47,14 @@ def load_model(
     max_positions: int | None = None,
     consumers: ConsumersOf | None = None,
     progress: Progress | None = None,
+    parallel: ParallelPlan | None = None,
 ) -> CausalLM:
     """Load the checkpoint directory `path`.
 
     config: what `read_config(path)` gave, when it was read before (to size the KV pool); weights are kept in
     its dtype. max_num_tokens: the most (padded) rows of a step. max_bs: the most rows of logits.
     max_positions: the longest context served, the model's own by default. consumers: load statistics and
-    export of each layer.
+    export of each layer. parallel: how the model is spread over ranks; this one then reads its own part alone.
 
     Raises ModelError for whatever is wrong with the checkpoint, PadContractError for parts that do not fit.
     """
@@ -61,7 +65,20 @@ def load_model(
     workspace = Workspace()
     _reserve(workspace, config, max_num_tokens, max_bs)
     positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
-    builder = _Builder(config, source, ops, workspace, attention, positions, consumers or _nobody)
+    plan = parallel or ParallelPlan()
+    builder = _Builder(
+        config=config,
+        source=source,
+        ops=ops,
+        workspace=workspace,
+        attention=attention,
+        positions=positions,
+        consumers=consumers or _nobody,
+        plan=plan,
+        share=Sharding(plan.topology),
+        columns=plan.columns(workspace, config, max_num_tokens, max_bs),
+        dispatcher=plan.dispatcher(config, ops, max_num_tokens),
+    )
     model = builder.model()
     source.finish()
     return model
@@ -105,6 +122,10 @@ class _Builder:
     attention: AttentionBackend
     positions: int
     consumers: ConsumersOf
+    plan: ParallelPlan
+    share: Sharding
+    columns: ColumnGather | None
+    dispatcher: Dispatcher
     _tables: list[tuple[RopeConfig, Rope]] = field(default_factory=list)
 
     def model(self) -> CausalLM:
@@ -120,7 +141,11 @@ class _Builder:
             layers=layers,
             final_norm=self._norm(names.final_norm),
             head=self._head(embedding),
+            head_columns=self.columns if self._splits_head() else None,
         )
+
+    def _splits_head(self) -> bool:
+        return self.share.splits("vocab", self.config.vocab_size)
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         return self.source.take(name, shape, self.config.dtype)
@@ -135,6 +160,10 @@ class _Builder:
         tied = config.tie_word_embeddings and not self.source.has(f"{name}.weight")
         weight = embedding if tied else self._stored(f"{name}.weight", *embedding.shape)
         bias = self._take(f"{name}.bias", config.vocab_size) if config.head_bias else None
+        if self._splits_head():
+            rows = Cut((self.share.span("vocab", config.vocab_size),))
+            weight = weight.cut(rows) if isinstance(weight, StoredWeight) else rows.of(weight)
+            bias = None if bias is None else rows.of(bias)
         return self.ops.pack_linear(weight, bias, out_dtype=torch.float32)
 
     def _norm(self, prefix: str) -> Norm:
@@ -145,10 +174,19 @@ class _Builder:
         return Norm(self.ops, weight, bias, config.norm_eps)
 
     def _linear(
-        self, prefixes: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
+        self, prefixes: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool, own: tuple[Span, ...]
     ) -> PackedLinear:
-        """One packed linear of the stacked rows of several tensors, each [rows[i], width]."""
-        return self.ops.pack_linear(*self._stacked(prefixes, rows, width, bias))
+        """One packed linear of the stacked rows of several tensors, each [rows[i], width]; `own` as in `_cut`."""
+        return self.ops.pack_linear(*self._cut(*self._stacked(prefixes, rows, width, bias), own))
+
+    def _cut(
+        self, weight: StoredWeight, bias: torch.Tensor | None, own: tuple[Span, ...]
+    ) -> tuple[StoredWeight, torch.Tensor | None]:
+        """The spans `own` of the rows of a weight and its bias; all of them without attention TP."""
+        if self.columns is None:
+            return weight, bias
+        cut = Cut(own)
+        return weight.cut(cut), None if bias is None else cut.of(bias)
 
     def _stacked(
         self, prefixes: tuple[str, ...], rows: tuple[int, ...], width: int, bias: bool
@@ -176,7 +214,12 @@ class _Builder:
         config = self.config
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         projections = (f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
-        hidden = config.hidden_size
+        hidden, dim = config.hidden_size, config.head_dim
+        own = self.share.span("heads", config.num_heads), self.share.span("kv_heads", config.num_kv_heads)
+        # A norm over all heads needs all of them: every rank projects them and attends with its own.
+        whole = config.qk_norm == "full" and self.columns is not None
+        q, kv = ((0, config.num_heads), (0, config.num_kv_heads)) if whole else own
+        spans = _shifted(((q, 0), (kv, heads), (kv, heads + kv_heads)), dim)
         return Attention(
             ops=self.ops,
             workspace=self.workspace,
@@ -184,16 +227,21 @@ class _Builder:
             layer=AttentionLayer(
                 index, config.attention_scale, spec.sliding_window, spec.attention_chunk_size
             ),
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            qkv=self._linear(projections, (heads, kv_heads, kv_heads), hidden, config.qkv_bias),
-            out=self._linear((f"{prefix}o_proj",), (hidden,), heads, config.out_bias),
+            num_heads=q[1] - q[0],
+            num_kv_heads=kv[1] - kv[0],
+            head_dim=dim,
+            qkv=self._linear(projections, (heads, kv_heads, kv_heads), hidden, config.qkv_bias, spans),
+            out=self._linear((f"{prefix}o_proj",), (hidden,), heads, config.out_bias, self._own_hidden()),
             qk_norm=self._qk_norm(spec, prefix, heads, kv_heads),
             rope=None if spec.rope is None else self._rope(spec.rope),
             clip=config.clip_qkv,
             temperature=config.temperature if spec.scale_by_position else None,
+            columns=self.columns,
+            own_heads=(slice(*own[0]), slice(*own[1])) if whole else None,
         )
+
+    def _own_hidden(self) -> tuple[Span, ...]:
+        return (self.share.span("hidden", self.config.hidden_size),)
 
     def _qk_norm(self, spec: LayerSpec, prefix: str, heads: int, kv_heads: int) -> QKNorm | None:
         kind, eps = self.config.qk_norm, self.config.norm_eps
@@ -218,12 +266,15 @@ class _Builder:
     def _dense(self, spec: LayerSpec, prefix: str) -> FeedForward:
         path, width = f"{prefix}{self.config.family.names.dense_ffn}", spec.intermediate_size
         gate_up, down = self._gated(path, width, self.config.ffn_bias)
-        return DenseFFN(self.ops, self.workspace, gate_up, down)
+        return DenseFFN(self.ops, self.workspace, gate_up, down, self.columns)
 
     def _gated(self, path: str, width: int, bias: bool) -> tuple[PackedLinear, PackedLinear]:
         hidden = self.config.hidden_size
         stacked = self._stacked((f"{path}.gate_proj", f"{path}.up_proj"), (width, width), hidden, bias)
-        return self.ops.pack_gated(*stacked), self._linear((f"{path}.down_proj",), (hidden,), width, bias)
+        own = self.share.span("intermediate", width)
+        gate_up = self.ops.pack_gated(*self._cut(*stacked, _shifted(((own, 0), (own, width)))))
+        down = self._linear((f"{path}.down_proj",), (hidden,), width, bias, self._own_hidden())
+        return gate_up, down
 
     def _moe(self, index: int, prefix: str) -> FeedForward:
         moe, names = self.config.moe, self.config.family.names
@@ -238,13 +289,15 @@ class _Builder:
             workspace=self.workspace,
             topk=_topk(moe),
             router=self.ops.pack_linear(router, out_dtype=torch.float32),
-            experts=self._experts(moe, prefix),
+            experts=self._experts(moe, prefix, self.plan.layers.get(index)),
             shared=self._shared(moe, prefix),
             weights_on_input=moe.weights_on_input,
+            placement=self.plan.layers[index].placement if index in self.plan.layers else None,
+            dispatcher=self.dispatcher,
             consumers=self.consumers(index),
         )
 
-    def _experts(self, moe: MoEConfig, prefix: str) -> PackedExperts:
+    def _experts(self, moe: MoEConfig, prefix: str, layer: LayerExperts | None) -> PackedExperts:
         names = self.config.family.names.experts
         assert names is not None
         count, width, hidden = moe.num_experts, moe.intermediate_size, self.config.hidden_size
@@ -259,9 +312,17 @@ class _Builder:
                 gate_up.append(Part(prefix + names.up.format(e=e), (width, hidden), matrix=e, first=width))
                 down.append(Part(prefix + names.down.format(e=e), (hidden, width), matrix=e))
         dtype = self.config.dtype
+        gates = StoredWeight(self.source, (count, 2 * width, hidden), dtype, tuple(gate_up))
+        downs = StoredWeight(self.source, (count, hidden, width), dtype, tuple(down))
+        if self.plan.topology.tp == 1 and layer is None:
+            return self.ops.pack_experts(gates, downs)
+        logical = (layer or LayerExperts.plain(count)).logical
+        first, last = self.share.span("experts", len(logical))
+        low, high = self.share.span("expert_intermediate", width)
+        kept = logical[first:last]
         return self.ops.pack_experts(
-            StoredWeight(self.source, (count, 2 * width, hidden), dtype, tuple(gate_up)),
-            StoredWeight(self.source, (count, hidden, width), dtype, tuple(down)),
+            gates.cut(Cut(((low, high), (width + low, width + high)), matrices=kept)),
+            downs.cut(Cut(((0, hidden),), (low, high), kept)),
         )
 
     def _fused(self, name: str, shape: tuple[int, int, int]) -> Part:
@@ -277,9 +338,15 @@ class _Builder:
         names = self.config.family.names
         gate_up, down = self._gated(prefix + names.shared_expert, moe.shared_intermediate_size, bias=False)
         if not moe.shared_gated:
-            return SharedExpert(gate_up, down)
+            return SharedExpert(gate_up, down, columns=self.columns)
         gate = self._stored(prefix + names.shared_expert_gate, 1, self.config.hidden_size)
-        return SharedExpert(gate_up, down, self.ops.pack_linear(gate, out_dtype=torch.float32))
+        packed = self.ops.pack_linear(gate, out_dtype=torch.float32)
+        return SharedExpert(gate_up, down, packed, self.columns)
+
+
+def _shifted(spans: tuple[tuple[Span, int], ...], size: int = 1) -> tuple[Span, ...]:
+    """Spans of things of `size` rows each, behind so many rows."""
+    return tuple((first * size + by, last * size + by) for (first, last), by in spans)
 
 
 def _topk(moe: MoEConfig) -> TopKConfig:

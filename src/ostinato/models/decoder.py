@@ -18,6 +18,7 @@ from ostinato.graphs.workspace import Workspace
 from ostinato.models.config import ModelConfig
 from ostinato.models.parts import Attention, DecoderView, FeedForward, Norm
 from ostinato.ops.opset import OpSet, PackedLinear
+from ostinato.parallel.columns import ColumnGather
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +43,7 @@ class CausalLM:
     layers: tuple[DecoderLayer, ...]
     final_norm: Norm
     head: PackedLinear
+    head_columns: ColumnGather | None = None
 
     def forward(self, view: DecoderView, stream: Stream) -> torch.Tensor:
         """Hidden states [T, H] of the T (padded) rows of `view`, the final norm applied; ready for `logits`.
@@ -79,5 +81,9 @@ class CausalLM:
     ) -> torch.Tensor:
         """fp32 [n, vocab] of normed hidden rows [n, H]; rows past the device count `live` come out zero."""
         out = self.workspace.take("logits", hidden_rows.shape[0], self.config.vocab_size)
-        stream.launch(self.ops.linear, hidden_rows, self.head, out, live)
+        columns = self.head_columns
+        own = out if columns is None else columns.own("logits", *out.shape)
+        stream.launch(self.ops.linear, hidden_rows, self.head, own, live)
+        if columns is not None:
+            columns.gather(stream, own, out)
         return out

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ostinato.errors import ModelError
-from ostinato.models.safetensors_file import DTYPES, DamagedFileError, SafetensorsFile
+from ostinato.models.safetensors_file import DTYPES, DamagedFileError, Entry, SafetensorsFile
 
 Progress = Callable[[int, int], None]
 """Called with (loaded bytes, total bytes)."""
@@ -112,6 +112,21 @@ class WeightSource:
     @contextmanager
     def open(self, name: str, shape: tuple[int, ...]) -> Iterator[StoredTensor]:
         """Tensor `name` for the length of a block. ModelError when it is missing or has another shape."""
+        file, stored, entry = self._find(name, shape)
+        file.expect(stored)
+        yield StoredTensor(file.view(stored), file, stored)
+        file.drop(stored)
+        self._taken.add(name)
+        self._loaded += entry.nbytes
+        if self._progress is not None:
+            self._progress(self._loaded, self._total)
+
+    def leave(self, name: str, shape: tuple[int, ...]) -> None:
+        """Another rank takes tensor `name`: check that it is there, and read nothing of it."""
+        self._find(name, shape)
+        self._taken.add(name)
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> tuple[SafetensorsFile, str, Entry]:
         if name not in self._where:
             raise ModelError(
                 f"{self.directory} has no tensor {name}, which config.json asks for; "
@@ -124,13 +139,7 @@ class WeightSource:
                 f"{self.directory}: tensor {stored} has shape {list(entry.shape)}, config.json asks for "
                 f"{list(shape)}; take weights and config of the same checkpoint"
             )
-        file.expect(stored)
-        yield StoredTensor(file.view(stored), file, stored)
-        file.drop(stored)
-        self._taken.add(name)
-        self._loaded += entry.nbytes
-        if self._progress is not None:
-            self._progress(self._loaded, self._total)
+        return file, stored, entry
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A fresh copy of tensor `name` in `dtype`. ModelError when it is missing or has another shape."""

@@ -17,6 +17,7 @@ from ostinato.attention.backend import AttentionBackend, AttentionLayer, Attenti
 from ostinato.graphs.stream import Stream
 from ostinato.graphs.workspace import Workspace
 from ostinato.ops.opset import OpSet, PackedLinear
+from ostinato.parallel.columns import ColumnGather
 
 
 class DecoderView(AttentionView, Protocol):
@@ -95,6 +96,8 @@ class Attention:
     """qkv projection, norms and rotation of queries and keys, paged attention, output projection.
 
     clip: bound of |q|, |k|, |v| before rope. temperature: (floor_scale, attn_scale) of queries by position.
+    columns: with attention TP, `qkv` holds the heads of this rank and `out` its columns of the result. own_heads: where
+    `qkv` holds all heads (a norm over all of them), the (query, key) heads to attend with.
     """
 
     ops: OpSet
@@ -110,6 +113,8 @@ class Attention:
     rope: Rope | None
     clip: float | None
     temperature: tuple[float, float] | None
+    columns: ColumnGather | None = None
+    own_heads: tuple[slice, slice] | None = None
 
     def forward(self, stream: Stream, x: torch.Tensor, view: DecoderView, out: torch.Tensor) -> None:
         """x [T, H] -> out [T, H]."""
@@ -123,9 +128,18 @@ class Attention:
         k = fused[:, k_start:v_start].view(rows, self.num_kv_heads, dim)
         v = fused[:, v_start:].view(rows, self.num_kv_heads, dim)
         self._norm_and_rotate(stream, fused, q, k, view)
-        mixed = self.workspace.take("attention", rows, self.num_heads, dim)
-        self.backend.forward(stream, self.layer, q, k, v, view, mixed)
-        stream.launch(self.ops.linear, mixed.view(rows, k_start), self.out, out, live)
+        if self.own_heads is not None:
+            q, k, v = q[:, self.own_heads[0]], k[:, self.own_heads[1]], v[:, self.own_heads[1]]
+        if self.columns is None:
+            mixed = self.workspace.take("attention", rows, q.shape[1], dim)
+            self.backend.forward(stream, self.layer, q, k, v, view, mixed)
+            stream.launch(self.ops.linear, mixed.view(rows, k_start), self.out, out, live)
+            return
+        whole = self.workspace.take("attention", rows, self.out.in_features)
+        own = self.columns.own("attention", rows, self.out.in_features)
+        self.backend.forward(stream, self.layer, q, k, v, view, own.view(rows, q.shape[1], dim))
+        self.columns.gather(stream, own, whole)
+        column_linear(stream, self.ops, self.columns, whole, self.out, out, live)
 
     def _norm_and_rotate(
         self, stream: Stream, fused: torch.Tensor, q: torch.Tensor, k: torch.Tensor, view: DecoderView
@@ -158,17 +172,39 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseFFN:
-    """Gated SiLU feed-forward: gate_up H -> I, packed as gated; down I -> H."""
+    """Gated SiLU feed-forward: gate_up H -> I, packed as gated; down I -> H. With `columns`, both hold columns."""
 
     ops: OpSet
     workspace: Workspace
     gate_up: PackedLinear
     down: PackedLinear
+    columns: ColumnGather | None = None
 
     def forward(
         self, stream: Stream, x: torch.Tensor, num_token_non_padded: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         """x [T, H] -> out [T, H]."""
-        act = self.workspace.take("ffn_act", x.shape[0], self.down.in_features)
-        stream.launch(self.ops.linear, x, self.gate_up, act, num_token_non_padded)
-        stream.launch(self.ops.linear, act, self.down, out, num_token_non_padded)
+        act, live = self.workspace.take("ffn_act", x.shape[0], self.down.in_features), num_token_non_padded
+        if self.columns is None:
+            stream.launch(self.ops.linear, x, self.gate_up, act, live)
+            stream.launch(self.ops.linear, act, self.down, out, live)
+        else:
+            own = self.columns.own("ffn_act", *act.shape)
+            stream.launch(self.ops.linear, x, self.gate_up, own, live)
+            self.columns.gather(stream, own, act)
+            column_linear(stream, self.ops, self.columns, act, self.down, out, live)
+
+
+def column_linear(
+    stream: Stream,
+    ops: OpSet,
+    columns: ColumnGather,
+    x: torch.Tensor,
+    weight: PackedLinear,
+    out: torch.Tensor,
+    live: torch.Tensor | None,
+) -> None:
+    """out [T, H] = x [T, K] by a weight of which each rank has some columns."""
+    own = columns.own("delta", *out.shape)
+    stream.launch(ops.linear, x, weight, own, live)
+    columns.gather(stream, own, out)

@@ -23,6 +23,7 @@ from ostinato.moe.routing import Consumers, select_experts_into
 from ostinato.moe.topk import TopKConfig
 from ostinato.ops.opset import OpSet, PackedExperts, PackedLinear, RoutingKernel
 from ostinato.padding import PadContract, check_pad_contracts
+from ostinato.parallel.columns import ColumnGather
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +31,14 @@ class SharedExpert:
     """A dense gated MLP (SiLU) that every token passes, beside the routed experts.
 
     gate_up: H -> I, packed as gated; down: I -> H. gate: H -> 1 in fp32, whose sigmoid scales the result
-    (Qwen2-MoE); None adds it as it is.
+    (Qwen2-MoE); None adds it as it is. With `columns`, gate_up and down hold the columns of this rank: nothing is
+    summed over ranks, so the expert counts once without any scaling.
     """
 
     gate_up: PackedLinear
     down: PackedLinear
     gate: PackedLinear | None = None
+    columns: ColumnGather | None = None
 
 
 def reserve_moe_buffers(
@@ -192,8 +195,16 @@ class MoELayer:
         rows, hidden_size = x.shape
         act = self.workspace.take("moe.shared_act", rows, shared.down.in_features)
         result = self.workspace.take("moe.shared_out", rows, hidden_size)
-        stream.launch(self.ops.linear, x, shared.gate_up, act, live)
-        stream.launch(self.ops.linear, act, shared.down, result, live)
+        if shared.columns is None:
+            stream.launch(self.ops.linear, x, shared.gate_up, act, live)
+            stream.launch(self.ops.linear, act, shared.down, result, live)
+        else:
+            own = shared.columns.own("moe.shared_act", *act.shape)
+            stream.launch(self.ops.linear, x, shared.gate_up, own, live)
+            shared.columns.gather(stream, own, act)
+            own = shared.columns.own("delta", *result.shape)
+            stream.launch(self.ops.linear, act, shared.down, own, live)
+            shared.columns.gather(stream, own, result)
         if shared.gate is None:
             stream.launch(self.ops.add, out, result, out)
             return

@@ -1,0 +1,147 @@
+"""Which part of each weight a rank holds: a table from logical axes to parallel ones, and the plan of a parallel model.
+
+Layers are split by output columns (see `parallel.columns`), so every axis here is one of outputs, but for the width of
+experts that several ranks slice. Knows nothing of names or files. Invariant: spans of the ranks cover an axis once, and
+what does not divide is refused with the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.workspace import Workspace
+from ostinato.models.config import ModelConfig
+from ostinato.moe.all_to_all import AllToAllDispatcher
+from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
+from ostinato.moe.gathered import GatheredDispatcher
+from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths
+from ostinato.moe.placement import ExpertPlacement
+from ostinato.ops.opset import OpSet
+from ostinato.parallel.columns import ColumnGather
+from ostinato.parallel.rendezvous import World, single_world
+from ostinato.parallel.topology import Topology
+
+Span = tuple[int, int]
+
+AXES: Mapping[str, str] = MappingProxyType(
+    {
+        "heads": "attn_tp",
+        "kv_heads": "attn_tp",
+        "hidden": "attn_tp",
+        "intermediate": "attn_tp",
+        "vocab": "attn_tp",
+        "experts": "ep",
+        "expert_intermediate": "moe_tp",
+    }
+)
+"""Logical axis of a weight -> parallel axis that splits it. What is not here is whole on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Spans of one rank."""
+
+    topology: Topology
+
+    def span(self, axis: str, size: int) -> Span:
+        """This rank's [first, last) of `size`. Raises ConfigError when ranks cannot have equal shares."""
+        name = AXES[axis]
+        ranks = int(getattr(self.topology, name))
+        rank = int(getattr(self.topology, f"{name}_rank"))
+        if axis == "kv_heads" and size < ranks and ranks % size == 0:
+            first = rank * size // ranks  # several ranks share a head
+            return first, first + 1
+        if size % ranks:
+            raise ConfigError(
+                f"{size} {axis.replace('_', ' ')} cannot be shared out over {name} {ranks}: {size} / {ranks} = "
+                f"{size / ranks:g}; choose a layout whose {name} divides {size}"
+            )
+        share = size // ranks
+        return rank * share, (rank + 1) * share
+
+    def splits(self, axis: str, size: int) -> bool:
+        """Whether `size` of an axis can be shared out, and is by more than one rank."""
+        ranks = int(getattr(self.topology, AXES[axis]))
+        return ranks > 1 and size % ranks == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerExperts:
+    """Experts of one layer in a parallel model: the map for routers, and the logical expert in each physical slot."""
+
+    placement: ExpertPlacement | None
+    logical: tuple[int, ...]
+
+    @classmethod
+    def plain(cls, num_experts: int) -> LayerExperts:
+        """Every expert once, in order."""
+        return cls(None, tuple(range(num_experts)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelPlan:
+    """How a model is spread over ranks. `widths` is set before each step, by whoever decides about it.
+
+    dispatch: "gathered", "sharded" or "all_to_all". layers: experts by layer where they are not the plain ones.
+    """
+
+    world: World = field(default_factory=single_world)
+    widths: StepWidths = field(default_factory=StepWidths)
+    dispatch: str = "gathered"
+    layers: Mapping[int, LayerExperts] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def topology(self) -> Topology:
+        return self.world.topology
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether ranks that have the same rows each dispatch a slice of them, so that widths must divide."""
+        return self.dispatch != "gathered" and self.topology.attn_tp > 1
+
+    def columns(
+        self, workspace: Workspace, config: ModelConfig, rows: int, logit_rows: int
+    ) -> ColumnGather | None:
+        """What puts columns together, with its buffers; None without attention TP."""
+        if self.topology.attn_tp == 1:
+            return None
+        gather, dtype = ColumnGather(self.world.attn, workspace), config.dtype
+        widths = {
+            "attention": (config.num_heads * config.head_dim, dtype),
+            "delta": (config.hidden_size, dtype),
+            "ffn_act": (max(layer.intermediate_size for layer in config.layers), dtype),
+        }
+        if config.moe is not None and config.moe.shared_intermediate_size:
+            widths["moe.shared_act"] = (config.moe.shared_intermediate_size, dtype)
+        if Sharding(self.topology).splits("vocab", config.vocab_size):
+            widths["logits"] = (config.vocab_size, torch.float32)
+        gather.reserve(rows, widths, logit_rows=logit_rows)
+        return gather
+
+    def dispatcher(self, config: ModelConfig, ops: OpSet, rows: int) -> Dispatcher:
+        """What moves rows to experts, with its buffers; one serves all layers, which run one after the other."""
+        moe, topology = config.moe, self.topology
+        if moe is None or topology.tp == 1:
+            return LocalDispatcher()
+        travels = self.dispatch == "all_to_all"
+        buffers = PairBuffers.reserve(
+            topology,
+            max_rows=rows,
+            hidden_size=config.hidden_size,
+            top_k=moe.top_k,
+            dtype=config.dtype,
+            all_to_all=travels,
+        )
+        physical = {len(layer.logical) for layer in self.layers.values()} or {moe.num_experts}
+        first, last = Sharding(topology).span("experts", physical.pop())
+        share = ExpertShare(topology, last - first)
+        groups = (self.world.world, self.world.attn)
+        if travels:
+            return AllToAllDispatcher(*groups, share, ops, buffers, self.widths, moe.weights_on_input)
+        sharded = self.dispatch == "sharded"
+        return GatheredDispatcher(*groups, share, ops, buffers, self.widths, moe.weights_on_input, sharded)
