@@ -27,6 +27,8 @@ DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "numba", "reference")
 ISAS = ("auto", "avx512_bf16", "portable")
 QUANTIZATIONS = ("int8",)
+DISPATCHES = ("gathered", "sharded", "all_to_all")
+TRANSPORTS = ("auto", "shm", "gloo")
 
 _UNITS: Mapping[str, int] = {
     "": 1,
@@ -45,10 +47,10 @@ def _option(
     *,
     choices: tuple[str, ...] | None = None,
     minimum: int | None = None,
-    flag: bool = True,
+    flag: bool | str = True,
 ) -> Any:
     """A field with what validation and the command line need: help, choices, least value, whether it is a
-    flag.
+    flag, or its name as one.
     """
     return field(
         default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "flag": flag}
@@ -98,6 +100,23 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] | None = _option(None, "Decode batch sizes to capture, like 1,2,4,8")
     prefill_buckets: tuple[int, ...] | None = _option(None, "Prefill token counts to capture, like 64,256")
     disable_padding: bool = _option(False, "Capture every decode batch size instead of padding to buckets")
+
+    tp_size: int | None = _option(
+        None, "Processes that share the model; what dp and ep need when left out", minimum=1, flag="tp"
+    )
+    dp_size: int = _option(
+        1, "Groups of them with requests and KV cache of their own; divides tp", minimum=1, flag="dp"
+    )
+    ep_size: int | None = _option(
+        None, "Groups of them that share out whole experts; all when left out", minimum=1, flag="ep"
+    )
+    dispatch: str = _option("gathered", "How rows travel to experts of other ranks", choices=DISPATCHES)
+    transport: str = _option(
+        "auto", "Between ranks: shared memory, or gloo over the network", choices=TRANSPORTS
+    )
+    rank_timeout: int = _option(
+        60, "Seconds a rank waits for the others before it names one missing", minimum=1
+    )
 
     progress: bool = _option(True, "Show progress on a terminal")
 

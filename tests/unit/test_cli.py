@@ -319,7 +319,8 @@ def test_version_and_help() -> None:
 def test_every_engine_option_is_a_flag_or_given_otherwise() -> None:
     text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).stdout
     for spec in dataclasses.fields(EngineConfig):
-        name = spec.name.removeprefix("enable_").replace("_", "-")
+        flag = spec.metadata["flag"]
+        name = flag if isinstance(flag, str) else spec.name.removeprefix("enable_").replace("_", "-")
         assert f"--{name} " in text or f"--no-{name} " in text, spec.name
 
 

@@ -107,6 +107,8 @@ def _option_flag(spec: Field[Any], panel: str) -> _Flag:
     """A switch has the one direction that changes something: what is on by default gets a `--no-` flag."""
     kind = _TYPES.get(str(spec.type).split(" | ")[0], str)
     name, text = spec.name, spec.metadata["help"]
+    if isinstance(spec.metadata["flag"], str):
+        name = spec.metadata["flag"]
     negated = kind is bool and spec.default is True
     if negated:
         name = "no_" + name.removeprefix("enable_")
