@@ -27,6 +27,7 @@ from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.engine.worker import StepResult
 from ostinato.errors import RequestError
+from ostinato.parallel.rendezvous import World, single_world
 from ostinato.text.chat import ChatTemplate
 from ostinato.text.stop import StopSet
 from ostinato.text.tokenizer import Tokenizer, stop_token_ids
@@ -45,11 +46,15 @@ class _Live:
 
 
 class Engine:
-    """One model, served step by step. Raises ConfigError or ModelError when it cannot be launched."""
+    """One model, served step by step. Raises ConfigError or ModelError when it cannot be launched.
 
-    def __init__(self, config: EngineConfig, report: Report) -> None:
+    world: this rank's place among several that run one model together; all of them step together then.
+    """
+
+    def __init__(self, config: EngineConfig, report: Report, world: World | None = None) -> None:
         self.config = config
-        parts = launch(config, report)
+        self.world = world or single_world()
+        parts = launch(config, report, self.world)
         self.directory = parts.directory
         self.model_config = parts.model_config
         self.worker = parts.worker
@@ -77,28 +82,45 @@ class Engine:
         add_special_tokens: bool = True,
     ) -> str:
         """Queue a prompt (text or token ids); returns its id. Raises RequestError for what can never be served."""
+        request = self.checked(prompt, params, request_id, priority, extra_key, add_special_tokens)
+        self.enqueue(request)
+        return request.request_id
+
+    def checked(
+        self,
+        prompt: str | TokenIds[int],
+        params: SamplingParams,
+        request_id: str | None,
+        priority: int,
+        extra_key: str,
+        add_special_tokens: bool,
+    ) -> Request:
+        """The request as `submit` would queue it, or RequestError."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, got {params!r}")
         name = f"request-{next(self._names)}" if request_id is None else request_id
-        if name in self._live:
+        if self.is_live(name):
             raise RequestError(f"request id {name!r} is in use; choose another")
         text = prompt if isinstance(prompt, str) else None
         ids = self._prompt_ids(prompt, add_special_tokens)
         self._check_token_ids("logit_bias", params.logit_bias or ())
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
-        limit = self.scheduler.limits.clamp(len(ids), params.max_tokens)
-        request = Request(name, ids, params, text, priority, extra_key)
-        sequences = self._sequences(request, limit)
+        self.scheduler.limits.clamp(len(ids), params.max_tokens)
+        return Request(name, ids, params, text, priority, extra_key)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue what `checked` made, here or on another rank."""
+        params, ids = request.params, request.prompt_token_ids
+        sequences = self._sequences(request, self.scheduler.limits.clamp(len(ids), params.max_tokens))
         stops = StopSet(params.stop_strings)
         streams = [OutputStream(s.index, params, stops, self.tokenizer, ids) for s in sequences]
         live = _Live(request, sequences, streams)
         if params.prompt_logprobs is not None:
             live.prompt_logprobs = [None] * len(ids)
-        self._live[name] = live
+        self._live[request.request_id] = live
         for sequence in sequences:
             self.scheduler.submit(sequence)
         self._tokens["prompt"] += len(ids)
-        return name
 
     def _prompt_ids(self, prompt: str | TokenIds[int], add_special_tokens: bool) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -176,7 +198,9 @@ class Engine:
         plan = self.scheduler.schedule()
         for sequence in self.scheduler.take_failed():
             self._end(sequence)
-        if plan is not None:
+        if plan is None:
+            self.worker.idle()  # other ranks may have something to run, and need this one
+        else:
             try:
                 self._run(plan)
             except BaseException:  # an interrupt, too, leaves rows half computed
@@ -284,6 +308,10 @@ class Engine:
             self.scheduler.finish(sequence, reason)
             # Not by the sequence's own reason: a step that failed between the two has kept the last token from us.
             stream.finish(reason, None)
+
+    def close(self) -> None:
+        """Give back what other processes hold for this engine; it cannot step afterwards."""
+        self.world.close()
 
     def stats(self) -> dict[str, Any]:
         """Plain values: model, tokens, scheduler, graph accounting, expert load."""

@@ -7,7 +7,7 @@ is refused here, with the field's name, not in the middle of a step.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from ostinato.attention.backend import AttentionBackend
 from ostinato.attention.reference import ReferenceAttention
 from ostinato.config import EngineConfig, cache_dir
+from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.progress import Report
 from ostinato.engine.residency import Residency
 from ostinato.engine.scheduler import Scheduler, SchedulerOptions
@@ -28,11 +29,13 @@ from ostinato.models.build import load_model
 from ostinato.models.config import ModelConfig, read_config
 from ostinato.models.fetch import FETCHABLE, fetched
 from ostinato.models.hub import resolve_model
+from ostinato.models.sharding import ParallelPlan, Sharding
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.routing import Consumers
 from ostinato.ops.opset import OpSet
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import ShapeRules, align_up
+from ostinato.parallel.rendezvous import World, single_world
 
 DEFAULT_KV_BYTES = 1 << 30
 """KV memory at most when neither kv_memory nor num_pages is given."""
@@ -58,8 +61,8 @@ class Parts:
     scheduler: Scheduler
 
 
-def launch(config: EngineConfig, report: Report) -> Parts:
-    """Load the model, reserve all memory, and capture if the config says at startup.
+def launch(config: EngineConfig, report: Report, world: World | None = None) -> Parts:
+    """Load the model, reserve all memory, and capture if the config says at startup. `world`: this rank among others.
 
     Raises ConfigError or ModelError with the value and the remedy.
     """
@@ -67,21 +70,24 @@ def launch(config: EngineConfig, report: Report) -> Parts:
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     directory = locate_model(config.model)
     model_config = read_config(directory, dtype=_dtype(config))
+    plan = ParallelPlan(world or single_world(), dispatch=config.dispatch)
+    kv_heads = Sharding(plan.topology).span("kv_heads", model_config.num_kv_heads)
     layout = KVLayout(
         model_config.num_layers,
-        model_config.num_kv_heads,
+        kv_heads[1] - kv_heads[0],
         model_config.head_dim,
         model_config.dtype,
         config.page_size,
     )
     sizes = plan_sizes(config, model_config, layout)
+    sizes = replace(sizes, max_num_tokens=align_up(sizes.max_num_tokens, plan.topology.attn_tp))
     pool = KVPool(
         layout,
         num_pages=sizes.num_pages,
         max_requests=sizes.max_bs,
         max_pages_per_request=-(-sizes.context_length // config.page_size) + 1,
     )
-    worker = _worker(config, directory, model_config, sizes, pool, report)
+    worker = _worker(config, directory, model_config, sizes, pool, report, plan)
     if config.capture == "startup" and worker.decode.backend.captures:
         worker.capture(report)
     return Parts(directory, model_config, worker, _scheduler(config, sizes, pool))
@@ -94,6 +100,7 @@ def _worker(
     sizes: Sizes,
     pool: KVPool,
     report: Report,
+    plan: ParallelPlan,
 ) -> Worker:
     """The loaded model over its attention and kernels, with buffers for the largest step."""
     ops, attention = choose_kernels(config, pool)
@@ -109,6 +116,7 @@ def _worker(
         max_positions=sizes.context_length,
         consumers=lambda layer: Consumers(layer, load),
         progress=lambda done, total: report("Loading weights", done, total),
+        parallel=plan,
     )
     options = WorkerOptions(
         max_bs=sizes.max_bs,
@@ -116,7 +124,20 @@ def _worker(
         context_length=sizes.context_length,
         capture_on_first_use=config.capture == "lazy",
     )
-    return Worker(model, attention, pool, _backend(config), shape_rules(config, sizes), options, load)
+    depends = moe is not None and plan.topology.dp > 1
+    shares = plan.topology.attn_tp if plan.shares_rows and moe else 1
+    if sizes.max_bs % shares:
+        raise ConfigError(
+            f"dispatch {config.dispatch!r} shares rows out over attn_tp {shares}, max_running_requests {sizes.max_bs} "
+            f"/ {shares} = {sizes.max_bs / shares:g}; use {align_up(sizes.max_bs, shares)}"
+        )
+    rules = replace(
+        shape_rules(config, sizes, shares),
+        decode_gather=depends,
+        extend_gather=depends,
+    )
+    coordinator = Coordinator.of(plan.world, rules, plan.widths, depends=moe is not None)
+    return Worker(model, attention, pool, _backend(config), rules, options, load, coordinator)
 
 
 def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, AttentionBackend]:
@@ -201,12 +222,25 @@ def _num_pages(config: EngineConfig, layout: KVLayout, context: int, max_bs: int
     return min(per_request * max_bs, affordable) + 1
 
 
-def shape_rules(config: EngineConfig, sizes: Sizes) -> ShapeRules:
-    """Bucket lists from the options, filtered against what a legal step can reach."""
-    decode = decode_buckets(sizes.max_bs, sizes=config.decode_buckets, padding=not config.disable_padding)
+def shape_rules(config: EngineConfig, sizes: Sizes, attn_tp_size: int = 1) -> ShapeRules:
+    """Bucket lists from the options, filtered against what a legal step can reach.
+
+    attn_tp_size: ranks that share out a step's rows evenly, so that its width must divide.
+    """
+    decode = decode_buckets(
+        sizes.max_bs,
+        sizes=config.decode_buckets,
+        padding=not config.disable_padding,
+        attn_tp_size=attn_tp_size,
+    )
     reachable = sizes.max_bs * sizes.context_length
-    prefill = prefill_buckets(sizes.max_num_tokens, sizes=config.prefill_buckets, max_rows=reachable)
-    return ShapeRules(decode, prefill, max_extend_bs=sizes.max_bs)
+    prefill = prefill_buckets(
+        sizes.max_num_tokens,
+        sizes=config.prefill_buckets,
+        max_rows=reachable,
+        attn_tp_size=attn_tp_size,
+    )
+    return ShapeRules(decode, prefill, max_extend_bs=sizes.max_bs, attn_tp_size=attn_tp_size)
 
 
 def _backend(config: EngineConfig) -> Backend:

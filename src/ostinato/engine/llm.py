@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
+from ostinato.engine.front import open_engine
 from ostinato.engine.progress import bars
 from ostinato.engine.request import RequestOutput, SamplingParams
 from ostinato.errors import ConfigError, RequestError
@@ -39,7 +40,7 @@ class LLM:
         # Outputs that wait for their reader: several streams, and calls between them, share the engine's steps.
         self._mail: dict[str, list[RequestOutput]] = {}
         with bars(shown=self.config.progress) as report:
-            self._engine = Engine(self.config, report)
+            self._engine = open_engine(self.config, report)
 
     @property
     def engine(self) -> Engine:
@@ -106,8 +107,10 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Drop the model and its memory. Further calls raise ConfigError."""
-        self._engine = None
+        """Drop the model and its memory, and end the ranks that share it. Further calls raise ConfigError."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
 
     def __enter__(self) -> LLM:
         return self

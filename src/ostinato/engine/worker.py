@@ -11,13 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ostinato.attention.backend import AttentionBackend
-from ostinato.engine.batch import ForwardBatch, capture_batch, capture_shapes, decode_rows, extend_batch
+from ostinato.engine.batch import (
+    ForwardBatch,
+    capture_batch,
+    capture_shapes,
+    decode_rows,
+    extend_batch,
+    idle_batch,
+)
+from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
@@ -32,7 +40,9 @@ from ostinato.graphs import (
 from ostinato.kv.pool import KVPool
 from ostinato.models.decoder import CausalLM
 from ostinato.moe.load import ExpertLoad
-from ostinato.padding import ShapeRules, StepMode, StepShape, decide_shape
+from ostinato.moe.pairs import StepWidths
+from ostinato.padding import GraphKey, ShapeRules, StepMode, StepShape
+from ostinato.parallel.rendezvous import single_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +84,14 @@ class Worker:
         rules: ShapeRules,
         options: WorkerOptions,
         load: ExpertLoad | None,
+        coordinator: Coordinator | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.load = load
         self.rules = rules
+        self.coordinator = coordinator or Coordinator.of(single_world(), rules, StepWidths(), depends=False)
+        self._counts_load = self.coordinator.world.topology.is_leader
         self.options = options
         self._attention = attention
         self._eager = EagerStream()
@@ -87,6 +100,7 @@ class Worker:
         # What the decode buffers hold: the rows of the last step and the tokens in `_choice`, if no other came since.
         self._held: tuple[ScheduledSequence, ...] = ()
         self._held_tokens: Ints = ()
+        self._held_key: GraphKey | None = None
         registry_options = RegistryOptions(
             request_slots=True, seq_len_fill_value=attention.seq_len_fill_value
         )
@@ -99,7 +113,7 @@ class Worker:
         self.decode = self._runner(self._decode_step, decode, backend)
         self.prefill = self._runner(self._prefill_step, prefill, backend)
         if load is not None:
-            load.set_live(True)
+            load.set_live(self._counts_load)
 
     def _runner(
         self,
@@ -150,26 +164,33 @@ class Worker:
         for mode, runner in ((StepMode.EXTEND, self.prefill), (StepMode.DECODE, self.decode)):
             shapes = capture_shapes(mode, self.rules, context_len=self.options.context_length)
             stage = f"Capturing {mode.value} steps"
-            runner.capture(shapes, capture_batch, progress=_progress(report, stage))
+            runner.capture(shapes, self._capture_batch, progress=_progress(report, stage))
         if self.load is not None:
-            self.load.set_live(True)
+            self.load.set_live(self._counts_load)
+
+    def _capture_batch(self, shape: StepShape) -> ForwardBatch:
+        self.coordinator.dummy(shape.padded_num_tokens)
+        return capture_batch(shape)
 
     # ---- serving ----
 
     def execute(self, plan: StepPlan, prompt_logits: PromptLogits) -> StepResult:
         """Run a step. Logits of prompts that asked for them go to `prompt_logits`, some rows at a time."""
-        decodes = plan.mode is StepMode.DECODE
-        goes_on = decodes and self._goes_on(plan.rows)
+        shape = self.coordinator.decide(plan)
+        assert shape is not None, "this rank has rows"
+        decodes = shape.mode is StepMode.DECODE
+        # Another rank may need another width for the same requests: then the buffers are filled anew.
+        goes_on = decodes and shape.key == self._held_key and self._goes_on(plan.rows)
         rows, self._held = plan.rows, ()
         logits = self.decode.advance() if goes_on else None
         if logits is None:
-            batch = self._batch(plan)
-            shape = decide_shape(plan.mode, (plan.num_tokens,), len(rows), self.rules)
+            # Beside ranks that prefill, decode rows run as extends of one; the plan keeps the mode it was made with.
+            batch = self._batch(replace(plan, mode=shape.mode))
             if not decodes:
                 return self._prefill(plan, shape, batch, prompt_logits)
             logits = self.decode.run(shape, batch)
         tokens: list[int] = self._host_choice[: len(rows)].tolist()
-        self._held, self._held_tokens = rows, tokens
+        self._held, self._held_tokens, self._held_key = rows, tokens, shape.key
         return StepResult(logits, tokens, rows)
 
     def relay(self, tokens: Ints) -> None:
@@ -189,6 +210,13 @@ class Worker:
             if sequence.output_token_ids[-1] != token:
                 return False
         return True
+
+    def idle(self) -> None:
+        """Take part in a step of other ranks, if there is one, without rows of the own."""
+        shape = self.coordinator.decide(None)
+        if shape is not None:
+            runner = self.decode if shape.mode is StepMode.DECODE else self.prefill
+            runner.run(shape, idle_batch(shape.mode))
 
     def _prefill(
         self, plan: StepPlan, shape: StepShape, batch: ForwardBatch, prompt_logits: PromptLogits

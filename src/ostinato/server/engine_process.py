@@ -25,6 +25,7 @@ import zmq
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
+from ostinato.engine.front import open_engine
 from ostinato.engine.progress import bars
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import OstinatoError, RequestError
@@ -71,6 +72,7 @@ def main() -> int:
         if engine is None:
             return LAUNCH_REFUSED
         _Loop(engine, commands, send).run()
+        engine.close()
         return 0
     finally:
         context.destroy(linger=1000)
@@ -82,7 +84,7 @@ def _launch(launch: Launch, send: Send) -> Engine | None:
     config = EngineConfig(**{name: value for name, value in launch.config.items() if name in known})
     try:
         with bars(shown=config.progress) as report:
-            engine = Engine(config, report)
+            engine = open_engine(config, report)
     except OstinatoError as error:
         send(Failed(str(error)))
         return None

@@ -1,0 +1,65 @@
+"""What this rank runs next, agreed upon with the others: the step's mode and shape, before every forward.
+
+    own plan ─▶ StepVote ─▶ sync ─▶ GroupStep ─▶ mode, StepShape, rows of every rank (for dispatch)
+
+Knows nothing of requests' tokens or of models. Invariants: ranks that depend on each other come here once for every
+step that any of them takes, also with nothing to run; ranks that do not depend on each other never wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.engine.scheduler import StepPlan
+from ostinato.moe.pairs import StepWidths
+from ostinato.padding import ShapeRules, StepMode, StepShape, decide_shape, gathered_rows
+from ostinato.parallel.rendezvous import World
+from ostinato.parallel.step_sync import StepSync, StepVote
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """Decides steps. `depends`: experts are spread over ranks, so that all must take part in each other's steps."""
+
+    world: World
+    rules: ShapeRules
+    widths: StepWidths
+    sync: StepSync
+    depends: bool
+
+    @classmethod
+    def of(cls, world: World, rules: ShapeRules, widths: StepWidths, *, depends: bool) -> Coordinator:
+        return cls(world, rules, widths, StepSync(world.topology, world.world), depends)
+
+    def decide(self, plan: StepPlan | None) -> StepShape | None:
+        """The shape to run `plan` in; None when no rank has anything to run. Sets the widths that dispatch goes by."""
+        topology = self.world.topology
+        bs = 0 if plan is None else len(plan.rows)
+        if self.depends:
+            step = self.sync.gather(self._vote(plan))
+            if step.idle:
+                return None
+            own = StepMode.IDLE if plan is None else plan.mode
+            mode, counts, reject, rank = step.mode(own), step.num_tokens, step.reject, topology.attn_dp_rank
+        elif plan is None:
+            return None
+        else:
+            mode, counts, reject, rank = plan.mode, (plan.num_tokens,), "", 0
+        shape = decide_shape(mode, counts, bs, self.rules, dp_rank=rank, reject=reject)
+        self.widths.rows = gathered_rows(shape, self.rules).padded
+        return shape
+
+    def dummy(self, rows: int) -> tuple[int, ...]:
+        """All ranks run `rows` rows: what a capture ahead of time does."""
+        self.widths.rows = (rows,) * self.world.topology.dp
+        return self.widths.rows
+
+    def _vote(self, plan: StepPlan | None) -> StepVote:
+        """What only this rank knows of a step is said here, so that `decide_shape` finds the same on all ranks."""
+        if plan is None:
+            return StepVote()
+        most = self.rules.max_extend_bs
+        fits = most is None or len(plan.rows) <= most
+        eager = plan.mode is StepMode.MIXED and self.rules.mixed_eager
+        logits = sum(row.samples for row in plan.rows)
+        return StepVote(plan.mode, plan.num_tokens, logits, prefill_graph=fits and not eager)

@@ -1,0 +1,229 @@
+"""The engine of a parallel run as its user sees it: rank 0, which leads the others round by round.
+
+    submit ─▶ checked here ─▶ router ─▶ the next round ─▶ engines of one data-parallel group, each on all its ranks
+    step   ─▶ one round: every rank steps once ─▶ own news and those of the other leaders
+
+Knows nothing of what ranks compute. Invariant: ranks that share requests get the same ones in the same order, so their
+schedulers and samplers, which are deterministic, never differ; once a rank has failed nothing is asked of any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence as TokenIds
+from typing import Any, Literal
+
+import torch
+
+from ostinato.config import EngineConfig
+from ostinato.engine.delta import SequenceDelta
+from ostinato.engine.engine import Engine
+from ostinato.engine.progress import Report
+from ostinato.engine.ranks import RankProcesses, meet, own_threads
+from ostinato.engine.remote import RemoteRequest
+from ostinato.engine.request import Request, RequestOutput, SamplingParams
+from ostinato.engine.rounds import Courier, News, Round, Submit, accepted, params_as_dict
+from ostinato.engine.router import Router
+from ostinato.errors import ParallelError
+from ostinato.parallel.rendezvous import World
+from ostinato.parallel.shm import Watchdog
+from ostinato.parallel.topology import Topology
+
+
+def open_engine(config: EngineConfig, report: Report) -> Engine:
+    """The engine that `config` asks for: in this process alone, or over several. Close it when it is done with.
+
+    Raises ConfigError for a layout that cannot be, ModelError for a checkpoint that cannot be loaded in it.
+    """
+    topology = Topology.of(tp=config.tp_size, dp=config.dp_size, ep=config.ep_size)
+    if topology.tp == 1:
+        return Engine(config, report)
+    shared = config.replace(threads=own_threads(config, topology, os.cpu_count() or 1))
+    processes = RankProcesses(topology, shared)
+    try:
+        watchdog = Watchdog(float(config.rank_timeout), processes.check)
+        world = meet(topology, processes.store, shared, watchdog)
+        return FrontEngine(shared, report, world, processes)
+    except BaseException:
+        processes.kill()
+        raise
+
+
+class FrontEngine(Engine):
+    """Rank 0. Requests of its own data-parallel group run in the engine that it is, others in those that it leads."""
+
+    def __init__(
+        self, config: EngineConfig, report: Report, world: World, processes: RankProcesses | None = None
+    ) -> None:
+        super().__init__(config, report, world)
+        self._processes = processes
+        self._courier = Courier(world.control)
+        self.router = Router(world.topology.dp)
+        self._next = Round("step")
+        self._queued: dict[str, Request] = {}  # of the own group, not yet in this engine
+        self._remote: dict[str, RemoteRequest] = {}
+        self._told: list[dict[str, Any]] = []
+        self._aborted: RequestOutput | None = None
+        self._broken: str = ""
+        self._round(Round("tell"))  # comes to its end when all ranks are loaded
+
+    # ---- intake ----
+
+    def submit(
+        self,
+        prompt: str | TokenIds[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        extra_key: str = "",
+        add_special_tokens: bool = True,
+    ) -> str:
+        self._check()
+        request = self.checked(prompt, params, request_id, priority, extra_key, add_special_tokens)
+        name, ids = request.request_id, request.prompt_token_ids
+        dp_rank = self.router.route(name, ids, extra_key)
+        self._next.submits.append(
+            Submit(dp_rank, name, list(ids), params_as_dict(params), priority, extra_key)
+        )
+        if dp_rank == 0:
+            self._queued[name] = request
+        else:
+            self._remote[name] = RemoteRequest(request)
+        return name
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._queued or self._remote) or super().has_work
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._queued or request_id in self._remote or super().is_live(request_id)
+
+    # ---- steps ----
+
+    def step(self) -> list[RequestOutput]:
+        theirs = self._round(self._take_round("step"))
+        outputs = self._collect()
+        touched: dict[str, RemoteRequest] = {}
+        for delta in theirs:
+            if delta.request_id in self._remote:  # else it was aborted meanwhile
+                touched[delta.request_id] = self._remote[delta.request_id]
+                touched[delta.request_id].add(delta)
+        outputs += [remote.output() for remote in touched.values()]
+        for output in outputs:
+            name, generated = output.request_id, sum(len(o.token_ids) for o in output.outputs)
+            self.router.hold(name, len(output.prompt_token_ids) + generated)
+            if output.finished:
+                self._forget(name)
+        return outputs
+
+    def step_deltas(self) -> list[SequenceDelta]:
+        theirs = self._round(self._take_round("step"))
+        deltas = self._collect_deltas()
+        deltas += [delta for delta in theirs if delta.request_id in self._remote]
+        for delta in deltas:
+            name = delta.request_id
+            self.router.hold(name, self.router.held(name) + len(delta.token_ids))
+            if delta.done:
+                self._forget(name)
+        return deltas
+
+    def _take_round(self, op: Literal["step", "tell"]) -> Round:
+        round_, self._next = self._next, Round("step")
+        round_.op = op
+        return round_
+
+    def _round(self, round_: Round) -> list[SequenceDelta]:
+        """Lead one round; the news of the other groups. What they tell goes to `_told`."""
+        self._check()
+        try:
+            self._courier.lead(round_)
+            for submit in accepted(round_.submits, 0):
+                self.enqueue(self._queued.pop(submit.request_id))
+            for request_id in round_.aborts:
+                self._aborted = super().abort(request_id)
+            if round_.op == "step":
+                self._advance()
+            news = self._courier.gather(News())
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        self._told = [json.loads(one.stats) for one in news if one.stats]
+        return [delta for one in news for delta in one.deltas]
+
+    # ---- ends ----
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        if not self.is_live(request_id):
+            return None
+        remote = self._remote.get(request_id)
+        queued = self._queued.pop(request_id, None)
+        if queued is not None:
+            # No rank has heard of it, and none needs to.
+            self._next.submits = [s for s in self._next.submits if s.request_id != request_id]
+            remote = RemoteRequest(queued)
+        last = None if remote is None else remote.end("abort")
+        if queued is None:
+            if self._broken:
+                self._aborted = super().abort(request_id)
+            else:
+                round_ = self._take_round("tell")
+                round_.aborts.append(request_id)
+                self._round(round_)
+            last = last or self._aborted
+        self._forget(request_id)
+        return last
+
+    def stats(self) -> dict[str, Any]:
+        own = super().stats()
+        if not self._broken:
+            self._round(self._take_round("tell"))
+        return merged_stats([own, *self._told]) | {
+            "parallel": {
+                **self.world.topology.as_dict(),
+                "transport": self.world.transport,
+                "router": dict(self.router.counts),
+                "kv_tokens": list(self.router.tokens),
+                "groups": [one["scheduler"] for one in (own, *self._told)],
+            }
+        }
+
+    def close(self) -> None:
+        """Stop all ranks and give their memory back."""
+        if self._processes is None or self._broken == "closed":
+            return
+        if not self._broken:
+            self._courier.lead(Round("stop"))
+        self._broken = "closed"
+        self._processes.wait()
+        self.world.close()
+
+    def _forget(self, name: str) -> None:
+        self.router.finish(name)
+        self._remote.pop(name, None)
+
+    def _check(self) -> None:
+        if self._broken:
+            raise ParallelError(f"this engine has ended ({self._broken}); make a new one")
+
+    def _give_up(self, error: BaseException) -> None:
+        """A round that did not come to its end leaves ranks out of step: there is no next one."""
+        self._broken = f"{type(error).__name__}: {error}"
+        self.world.fail()
+        if self._processes is not None:
+            self._processes.kill()
+
+
+def merged_stats(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Statistics of all data-parallel groups as those of one engine: counts are added, the rest is the first one's."""
+    first = dict(groups[0])
+    for key in ("tokens", "scheduler"):
+        first[key] = {
+            name: sum(one[key].get(name, 0) for one in groups) if isinstance(value, int) else value
+            for name, value in groups[0][key].items()
+        }
+    loads = [one["expert_load"] for one in groups]
+    if loads[0] is not None:
+        first["expert_load"] = torch.tensor(loads).sum(0).tolist()
+    return first

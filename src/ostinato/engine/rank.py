@@ -1,0 +1,93 @@
+"""A rank's own process: `python -m ostinato.engine.rank`, started by rank 0, never by a person.
+
+    stdin: one JSON line (layout, config, port of the store), then silence; its end means that rank 0 is gone
+    loop:  wait for a round ─▶ carry it out ─▶ step ─▶ send news
+
+Knows nothing of users. Invariants: it never outlives rank 0; whatever goes wrong here is told to the other ranks before
+this one ends, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from ostinato.config import EngineConfig
+from ostinato.engine.engine import Engine
+from ostinato.engine.progress import bars
+from ostinato.engine.ranks import LOCALHOST, meet
+from ostinato.engine.rounds import Courier, News, Round, accepted
+from ostinato.errors import OstinatoError
+from ostinato.parallel.rendezvous import World
+from ostinato.parallel.shm import Watchdog
+from ostinato.parallel.topology import Topology
+
+FAILED = 1
+
+
+def main() -> int:
+    """Serve one rank until told to stop; the exit status."""
+    launch: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
+    config = EngineConfig(**launch["config"]).replace(progress=False)
+    topology = Topology(**launch["topology"])
+    store = TCPStore(LOCALHOST, launch["port"], topology.tp, False)
+    return run_rank(topology, config, meet(topology, store, config, Watchdog(float(config.rank_timeout))))
+
+
+def run_rank(topology: Topology, config: EngineConfig, world: World) -> int:
+    """Load this rank's part of the model and follow rank 0; the exit status."""
+    try:
+        with bars(shown=False) as report:
+            engine = Engine(config, report, world)
+        follow(engine, world)
+    except OstinatoError as error:
+        print(f"rank {topology.rank}: {error}", file=sys.stderr, flush=True)
+        world.fail()
+        return FAILED
+    except BaseException:
+        world.fail()
+        raise
+    world.close()
+    return 0
+
+
+def follow(engine: Engine, world: World) -> None:
+    """Carry out rank 0's rounds until it says stop."""
+    courier, topology = Courier(world.control), world.topology
+    while True:
+        round_ = courier.follow()
+        if round_.op == "stop":
+            return
+        carry_out(engine, round_, topology.attn_dp_rank)
+        news = News()
+        if round_.op == "step":
+            deltas = engine.step_deltas()
+            if topology.is_leader:
+                news.deltas = deltas
+        elif topology.is_leader:
+            news.stats = json.dumps(engine.stats()).encode()
+        courier.gather(news)
+
+
+def carry_out(engine: Engine, round_: Round, dp_rank: int) -> None:
+    """Take the requests of this rank's group, and end those that were aborted; in the same order on all its ranks."""
+    for submit in accepted(round_.submits, dp_rank):
+        engine.enqueue(submit.request())
+    for request_id in round_.aborts:
+        engine.abort(request_id)
+
+
+def _exit_at_end_of_stdin() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
