@@ -1,0 +1,111 @@
+"""A parallel engine whose ranks are threads of this process: real engines over real shared memory, soon started.
+
+What only processes can show (their ends, their start) is in `tests/multi`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ostinato.config import EngineConfig
+from ostinato.engine.engine import Engine
+from ostinato.engine.front import FrontEngine
+from ostinato.engine.rank import follow
+from ostinato.engine.request import RequestOutput, SamplingParams
+from ostinato.engine.rounds import Round
+from ostinato.parallel.collectives import Group, SingleGroup
+from ostinato.parallel.rendezvous import World
+from ostinato.parallel.shm import ShmGroup, Watchdog, create_memory, map_memory
+from ostinato.parallel.topology import Topology
+
+CAPACITY = 1 << 16
+
+
+def _group(ranks: tuple[int, ...], name: str) -> list[Group]:
+    size = len(ranks)
+    if size == 1:
+        return [SingleGroup(name)]
+    fd = create_memory(size, capacity=CAPACITY)
+    dog = Watchdog(30.0)
+    groups: list[Group] = [
+        ShmGroup(map_memory(fd, size, capacity=CAPACITY), r, ranks, dog, capacity=CAPACITY, name=name)
+        for r in range(size)
+    ]
+    os.close(fd)
+    return groups
+
+
+def worlds(layout: Topology) -> list[World]:
+    """Of every rank."""
+    everybody = tuple(range(layout.tp))
+    control, world = _group(everybody, "control"), _group(everybody, "world")
+    attn = [group for d in range(layout.dp) for group in _group(layout.ranks_of_dp(d), "attn")]
+    return [World(layout.at(r), control[r], world[r], attn[r], "shm") for r in everybody]
+
+
+class Ensemble:
+    """`engines`: that of every rank, rank 0's first; `errors`: what ended a rank too early."""
+
+    def __init__(self, front: FrontEngine, engines: list[Engine], errors: list[BaseException]) -> None:
+        self.front = front
+        self.engines = engines
+        self.errors = errors
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Complete prompts, as `LLM.generate` does."""
+        return generate(self.front, prompts, params)
+
+
+def generate(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> list[RequestOutput]:
+    """Complete prompts on any engine."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    names = [engine.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+    done: dict[str, RequestOutput] = {}
+    while len(done) < len(names):
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = output
+    return [done[name] for name in names]
+
+
+@contextmanager
+def ensemble(layout: Topology, **options: Any) -> Iterator[Ensemble]:
+    """All ranks of a layout; options are those of the engine, without sizes."""
+    sizes = {"tp_size": layout.tp, "dp_size": layout.dp, "ep_size": layout.ep}
+    config = EngineConfig(progress=False, threads=1, **sizes, **options)
+    everybody = worlds(layout)
+    engines: list[Engine] = []
+    errors: list[BaseException] = []
+
+    def run(world: World) -> None:
+        try:
+            engine = Engine(config, lambda *args: None, world)
+            engines.append(engine)
+            follow(engine, world)
+        except BaseException as error:
+            errors.append(error)
+            world.fail()
+
+    threads = [threading.Thread(target=run, args=(world,)) for world in everybody[1:]]
+    for thread in threads:
+        thread.start()
+    front = None
+    try:
+        front = FrontEngine(config, lambda *args: None, everybody[0])
+        yield Ensemble(front, [front, *engines], errors)
+    finally:
+        if front is not None and not front._broken:
+            front._courier.lead(Round("stop"))
+        elif front is None:
+            everybody[0].fail()
+        for thread in threads:
+            thread.join(60)
+    assert not errors, errors
