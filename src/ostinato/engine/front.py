@@ -67,6 +67,8 @@ class FrontEngine(Engine):
         self._aborted: RequestOutput | None = None
         self._broken: str = ""
         self._round(Round("tell"))  # comes to its end when all ranks are loaded
+        if processes is not None:
+            world.hurry(Watchdog(float(config.rank_timeout), processes.check))
 
     # ---- intake ----
 

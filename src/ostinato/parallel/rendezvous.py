@@ -46,6 +46,11 @@ class World:
         for group in (self.control, self.world, self.attn):
             group.close()
 
+    def hurry(self, watchdog: Watchdog) -> None:
+        """From now on this rank, which leads, waits no longer than that for the others to follow, where it can tell."""
+        if isinstance(self.control, ShmGroup):
+            self.control.watchdog = watchdog
+
     def fail(self) -> None:
         """Tell the others, where the transport can, that this rank gives up."""
         for group in (self.control, self.world, self.attn):

@@ -70,7 +70,7 @@ class ShmGroup:
         self.size = len(ranks)
         self.name = name
         self._ranks = tuple(ranks)
-        self._watchdog = watchdog
+        self.watchdog = watchdog
         self._capacity = capacity
         self._half = _half_bytes(self.size, capacity)
         self._memory: mmap.mmap | None = memory
@@ -244,8 +244,8 @@ class ShmGroup:
         failed = [rank for rank, line in lines if line[_FAILED]]
         if failed:
             raise ParallelError(f"{_ranks(failed)} failed; see what it wrote. {self.name} cannot go on")
-        self._watchdog.check()
-        timeout = self._watchdog.timeout_s
+        self.watchdog.check()
+        timeout = self.watchdog.timeout_s
         if timeout is not None and waited > timeout:
             missing = [rank for rank, line in lines if line[_SEQ] < seq]
             raise ParallelError(

@@ -1,0 +1,149 @@
+"""A parallel engine over real processes: the same answers, and no end of any rank that leaves something behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ostinato import LLM, SamplingParams
+from ostinato.engine.front import FrontEngine
+from ostinato.errors import ParallelError
+
+PATIENCE_S = 60
+PROMPTS = ["Once upon a time", "The bear", "A"]
+GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=3)
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+
+
+def _children(pid: int) -> list[int]:
+    """Pids of the ranks that a process has started, in order."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"ostinato.engine.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return sorted(found)
+
+
+def _gone(pid: int) -> bool:
+    """Ended, be it that nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _wait_for_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(map(_gone, pids)):
+        assert time.monotonic() < deadline, f"{[p for p in pids if not _gone(p)]} outlived rank 0"
+        time.sleep(0.02)
+
+
+def test_answers_of_one_process() -> None:
+    with LLM(progress=False, threads=1) as llm:
+        expected = [o.outputs for o in llm.generate(PROMPTS, GREEDY)]
+    before = set(Path("/dev/shm").iterdir())
+    with LLM(progress=False, threads=1, dp_size=2) as llm:
+        pids = _children(os.getpid())
+        assert len(pids) == 1
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [o.outputs for o in outputs] == expected
+        assert [o.prompt for o in outputs] == PROMPTS
+        streamed = list(llm.generate_stream(PROMPTS[0], GREEDY))
+        assert "".join(o.outputs[0].delta for o in streamed) == expected[0][0].text
+        assert llm.stats()["parallel"]["tp"] == 2
+    assert all(map(_gone, pids))
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_abort_frees_the_other_ranks_pages() -> None:
+    with LLM(progress=False, threads=1, dp_size=2) as llm:
+        engine = llm.engine
+        assert isinstance(engine, FrontEngine)
+        endless = SamplingParams(max_tokens=100, ignore_eos=True)
+        names = [engine.submit(prompt, endless) for prompt in PROMPTS]
+        for _ in range(3):
+            engine.step()
+        assert min(llm.stats()["parallel"]["kv_tokens"]) > 0, "both groups have requests"
+        late = engine.submit("Never begun", endless)
+        for name in [*names, late]:
+            last = engine.abort(name)
+            assert last is not None
+            assert last.finished
+            assert last.outputs[0].finish_reason == "abort"
+        assert not engine.has_work
+        stats = llm.stats()
+        assert [group["kv_pages_used"] for group in stats["parallel"]["groups"]] == [0, 0]
+        assert stats["parallel"]["kv_tokens"] == [0, 0]
+
+
+@contextmanager
+def _generating(*options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """`ostinato generate` over several ranks, amid its answer; and the pids of ranks 1, 2, ..."""
+    command = [sys.executable, "-m", "ostinato", "generate", "Once upon a time", "--threads", "1", *options]
+    command += ["--ignore-eos", "--max-tokens", "400", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        pids: list[int] = []
+        while not pids or len(pids) < int(options[options.index("--dp") + 1]) - 1:
+            assert time.monotonic() < deadline, "no ranks were started"
+            assert process.poll() is None, process.communicate()[1]
+            pids = _children(process.pid)
+            time.sleep(0.01)
+        # All ranks share memory as soon as they have met; a little later they step.
+        while "memfd:ostinato" not in Path(f"/proc/{process.pid}/maps").read_text():
+            assert time.monotonic() < deadline, "the ranks did not meet"
+            time.sleep(0.01)
+        time.sleep(1.0)
+        yield process, pids
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_rank_ends_all_others() -> None:
+    with _generating("--dp", "4") as (process, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode != 0
+        assert out == ""
+        assert "rank 1 was killed by SIGKILL" in err
+        assert "Traceback" not in err
+        _wait_for_end(pids)
+
+
+def test_ranks_end_with_rank_0() -> None:
+    with _generating("--dp", "2") as (process, pids):
+        process.kill()
+        _wait_for_end([process.pid, *pids])
+
+
+def test_a_stopped_rank_is_named_in_time() -> None:
+    """Hanging, not dead: only the watchdog can tell."""
+    llm = LLM(progress=False, threads=1, dp_size=2, rank_timeout=1)
+    pids = _children(os.getpid())
+    os.kill(pids[0], signal.SIGSTOP)
+    engine = llm.engine
+    with pytest.raises(ParallelError, match="rank 1"):
+        _step_until_error(engine)
+    with pytest.raises(ParallelError, match="has ended"):
+        engine.submit("again", GREEDY)
+    llm.close()
+    assert all(map(_gone, pids))
+
+
+def _step_until_error(engine: object) -> None:
+    assert isinstance(engine, FrontEngine)
+    engine.submit(PROMPTS[0], GREEDY)
+    for _ in range(100):
+        engine.step()
