@@ -110,6 +110,9 @@ class EngineConfig:
     ep_size: int | None = _option(
         None, "Groups of them that share out whole experts; all when left out", minimum=1, flag="ep"
     )
+    prefill_delay: int = _option(
+        0, "With dp: steps that a prompt waits at most for prompts on other groups; 0 for never", minimum=0
+    )
     dispatch: str = _option("gathered", "How rows travel to experts of other ranks", choices=DISPATCHES)
     transport: str = _option(
         "auto", "Between ranks: shared memory, or gloo over the network", choices=TRANSPORTS

@@ -171,3 +171,18 @@ def test_captured_ahead_of_time(
         assert not any(map(any, ranks.front.stats()["expert_load"])), "captures counted load"
         _same(ranks.generate(PROMPTS, PARAMS), alone("qwen3_moe"))
         assert ranks.front.stats()["graph"]["decode"]["replays"] > 0
+
+
+def test_prefills_wait_for_each_other(
+    alone: Callable[..., list[RequestOutput]], checkpoint: Callable[[str], Path], ensembles: ModuleType
+) -> None:
+    """Answers stay; every rank came to the same verdicts, and no wait was longer than allowed."""
+    model = str(checkpoint("qwen3_moe"))
+    with ensembles.ensemble(Topology(2, 2, 2), model=model, prefill_delay=3, **SMALL) as ranks:
+        _same(ranks.generate(PROMPTS, PARAMS), alone("qwen3_moe"))
+        _same(ranks.generate(PROMPTS[:1], PARAMS[:1]), alone("qwen3_moe")[:1])
+        first, second = (engine.stats()["prefill_delay"] for engine in ranks.engines[1:] * 2)
+        counts = Engine.stats(ranks.front)["prefill_delay"]
+        assert counts == first == second
+        assert counts["delay"] >= 2, "the lone prompt waited, in vain"
+        assert counts["wait_timeout"] >= 1

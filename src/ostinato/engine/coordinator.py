@@ -8,7 +8,10 @@ step that any of them takes, also with nothing to run; ranks that do not depend 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from ostinato.engine.scheduler import StepPlan
 from ostinato.moe.pairs import StepWidths
@@ -48,6 +51,18 @@ class Coordinator:
         shape = decide_shape(mode, counts, bs, self.rules, dp_rank=rank, reject=reject)
         self.widths.rows = gathered_rows(shape, self.rules).padded
         return shape
+
+    def exchange(self, words: int) -> Callable[[list[int]], list[list[int]]]:
+        """Gathers rows of `words` whole numbers from all ranks, and gives back those of the leaders."""
+        group, leaders = self.world.world, self.world.topology.leaders
+        gathered = torch.zeros(group.size, words, dtype=torch.int64)
+
+        def gather(row: list[int]) -> list[list[int]]:
+            group.all_gather(torch.tensor(row, dtype=torch.int64), gathered)
+            rows: list[list[int]] = gathered.tolist()
+            return [rows[leader] for leader in leaders]
+
+        return gather
 
     def dummy(self, rows: int) -> tuple[int, ...]:
         """All ranks run `rows` rows: what a capture ahead of time does."""

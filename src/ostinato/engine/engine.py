@@ -59,6 +59,7 @@ class Engine:
         self.model_config = parts.model_config
         self.worker = parts.worker
         self.scheduler = parts.scheduler
+        self._parts = parts
         self.tokenizer = Tokenizer.from_dir(parts.directory)
         self.chat_template: ChatTemplate = self.tokenizer.chat_template
         self.stop_token_ids = stop_token_ids(parts.directory, self.tokenizer) | frozenset(
@@ -195,7 +196,7 @@ class Engine:
         return self._collect_deltas()
 
     def _advance(self) -> None:
-        plan = self.scheduler.schedule()
+        plan = self._parts.schedule()
         for sequence in self.scheduler.take_failed():
             self._end(sequence)
         if plan is None:
@@ -329,6 +330,7 @@ class Engine:
             "threads": torch.get_num_threads(),
             "tokens": dict(self._tokens),
             "scheduler": self.scheduler.as_dict(),
+            "prefill_delay": self._parts.prefill_delays(),
             **self.worker.stats(),
         }
 

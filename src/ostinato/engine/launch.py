@@ -7,6 +7,7 @@ is refused here, with the field's name, not in the middle of a step.
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,9 +17,16 @@ from ostinato.attention.backend import AttentionBackend
 from ostinato.attention.reference import ReferenceAttention
 from ostinato.config import EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
+from ostinato.engine.prefill_delayer import (
+    STATE_WORDS,
+    DelayerOptions,
+    LocalLoad,
+    PassExecutor,
+    PrefillDelayer,
+)
 from ostinato.engine.progress import Report
 from ostinato.engine.residency import Residency
-from ostinato.engine.scheduler import Scheduler, SchedulerOptions
+from ostinato.engine.scheduler import PrefillNegotiation, Scheduler, SchedulerOptions, StepPlan
 from ostinato.engine.worker import Worker, WorkerOptions
 from ostinato.errors import ConfigError
 from ostinato.graphs import Backend, EagerBackend, TapeBackend, decode_buckets, prefill_buckets
@@ -59,6 +67,22 @@ class Parts:
     model_config: ModelConfig
     worker: Worker
     scheduler: Scheduler
+    passes: PassExecutor | None = None
+
+    def schedule(self) -> StepPlan | None:
+        """The next step. Where prefills wait for other ranks, this is one pass, which all ranks take together."""
+        scheduler, passes = self.scheduler, self.passes
+        if passes is None:
+            return scheduler.schedule()
+        usage = 1.0 - scheduler.kv.available_tokens / scheduler.kv.total_tokens
+        passes.begin(LocalLoad(len(scheduler.running), len(scheduler.waiting), usage))
+        plan = scheduler.schedule()
+        passes.end(0 if plan is None else sum(row.prefill for row in plan.rows))
+        return plan
+
+    def prefill_delays(self) -> dict[str, int]:
+        """Verdicts of those passes by reason; empty where there are none."""
+        return {} if self.passes is None else dict(self.passes.delayer.counts)
 
 
 def launch(config: EngineConfig, report: Report, world: World | None = None) -> Parts:
@@ -90,7 +114,17 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     worker = _worker(config, directory, model_config, sizes, pool, report, plan)
     if config.capture == "startup" and worker.decode.backend.captures:
         worker.capture(report)
-    return Parts(directory, model_config, worker, _scheduler(config, sizes, pool))
+    passes = _passes(config, sizes, worker.coordinator)
+    scheduler = _scheduler(config, sizes, pool, None if passes is None else passes.ask)
+    return Parts(directory, model_config, worker, scheduler, passes)
+
+
+def _passes(config: EngineConfig, sizes: Sizes, coordinator: Coordinator) -> PassExecutor | None:
+    """What makes prefills of data-parallel groups wait for each other, where they have to run together."""
+    if not (config.prefill_delay and coordinator.rules.extend_gather):
+        return None
+    delayer = PrefillDelayer(DelayerOptions(config.prefill_delay, max_running=sizes.max_bs))
+    return PassExecutor(delayer, coordinator.exchange(STATE_WORDS), time.monotonic)
 
 
 def _worker(
@@ -172,7 +206,9 @@ def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, Attention
     return ops, CpuAttention(pool, ops.runtime)
 
 
-def _scheduler(config: EngineConfig, sizes: Sizes, pool: KVPool) -> Scheduler:
+def _scheduler(
+    config: EngineConfig, sizes: Sizes, pool: KVPool, negotiate: PrefillNegotiation | None
+) -> Scheduler:
     """Scheduling over all pages of the pool."""
     allocator = PageAllocator(sizes.num_pages, config.page_size)
     radix = RadixCache(allocator, enabled=config.enable_prefix_caching)
@@ -183,7 +219,7 @@ def _scheduler(config: EngineConfig, sizes: Sizes, pool: KVPool) -> Scheduler:
         chunked_prefill_size=config.chunked_prefill_size,
         mixed_prefill=config.mixed_prefill,
     )
-    return Scheduler(options, Residency(allocator, radix, pool))
+    return Scheduler(options, Residency(allocator, radix, pool), negotiate)
 
 
 def locate_model(model: str | None) -> Path:
