@@ -405,6 +405,42 @@ def test_only_one_request_is_chunked() -> None:
     rig.check_answer(b)
 
 
+def test_short_prompts_pass_a_long_one() -> None:
+    """Whether it is amid its chunks or about to begin them: at most half of a chunk is theirs, so it goes on."""
+    rig = Rig(chunk=16, caching=False)
+    first = rig.submit(range(40), 2, ignore_eos=True)
+    second = rig.submit(range(1, 41), 2, ignore_eos=True)
+    short = [rig.submit(range(20 + i, 24 + i), 2, ignore_eos=True) for i in range(3)]
+    longer = rig.submit(range(30, 41), 2, ignore_eos=True)  # more than half of a chunk: waits its turn
+    spans = []
+    while not spans or spans[-1]:
+        plan = rig.schedule()
+        assert plan is not None
+        spans.append([(row.sequence, row.num_tokens) for row in plan.rows if row.prefill])
+        rig.commit(plan)
+    assert spans[:3] == [
+        [(short[0], 4), (short[1], 4), (first, 8)],
+        [(short[2], 4), (first, 12)],
+        [(first, 16)],
+    ]
+    assert spans[3][0] == (first, 4)
+    rig.run()
+    for sequence in (first, second, *short, longer):
+        rig.check_answer(sequence)
+
+
+def test_a_short_prompt_passes_nobody_of_better_priority() -> None:
+    rig = Rig(chunk=16, caching=False)
+    long = rig.submit(range(40), 2, priority=-1, ignore_eos=True)
+    short = rig.submit(range(20, 24), 2, ignore_eos=True)
+    plan = rig.step()
+    assert plan is not None
+    assert [row.sequence for row in plan.rows] == [long]
+    rig.run()
+    rig.check_answer(long)
+    rig.check_answer(short)
+
+
 def test_chunks_enter_the_tree_as_they_come() -> None:
     rig = Rig(chunk=8)
     s = rig.submit(range(21), 3, ignore_eos=True)

@@ -197,11 +197,11 @@ class Scheduler:
             align_up(options.max_prefill_tokens, self._page) - decode_rows,
             None if chunk is None else chunk - decode_rows,
         )
-        rows: list[ScheduledSequence] = []
+        started: list[Sequence] = []
+        rows = self._let_pass(budget, started)
         if self.chunked is not None:
             row = self._continue_chunk(self.chunked, budget)
             rows += [row] if row else []
-        started: list[Sequence] = []
         for sequence in list(self.waiting):
             if self.chunked is not None:
                 break  # one chunked request at a time
@@ -215,6 +215,32 @@ class Scheduler:
                     self._fail(sequence, "it does not fit the KV cache even alone")
                     continue
                 break
+            rows.append(row)
+            started.append(sequence)
+        return rows
+
+    def _let_pass(self, budget: StepBudget, started: list[Sequence]) -> list[ScheduledSequence]:
+        """Short prompts before a long one: those that fit whole in half of this step's chunk, in the queue's order.
+
+        So a first token never waits for another's long prompt; that one keeps the other half, so it never starves.
+        """
+        chunk = budget.chunk_tokens
+        first = self.chunked or (self.waiting[0] if self.waiting else None)
+        if chunk is None or first is None or (first is not self.chunked and first.num_tokens <= chunk):
+            return []
+        rows: list[ScheduledSequence] = []
+        left = min(chunk, budget.input_tokens) // 2
+        for sequence in list(self.waiting):
+            if sequence.request.priority > first.request.priority:
+                break
+            tokens = align_up(sequence.num_tokens, self._page)  # at most: a cached prefix is not looked up here
+            if tokens > left or self._held_back(sequence, started):
+                continue
+            verdict, row = self._try(sequence, budget, started)
+            self.counts[f"admission_{verdict.value}"] += 1
+            if row is None:
+                break
+            left -= tokens
             rows.append(row)
             started.append(sequence)
         return rows
@@ -278,7 +304,8 @@ class Scheduler:
         self.kv.grow(sequence, sequence.num_computed + num_tokens)
         row = ScheduledSequence(sequence, sequence.num_computed, num_tokens, prefill=True)
         if row.samples:
-            self.chunked = None
+            if sequence is self.chunked:
+                self.chunked = None
             self.running.append(sequence)
         else:
             self.chunked = sequence
