@@ -233,7 +233,9 @@ class Scheduler:
         for sequence in list(self.waiting):
             if sequence.request.priority > first.request.priority:
                 break
-            tokens = align_up(sequence.num_tokens, self._page)  # at most: a cached prefix is not looked up here
+            tokens = align_up(
+                sequence.num_tokens, self._page
+            )  # at most: a cached prefix is not looked up here
             if tokens > left or self._held_back(sequence, started):
                 continue
             verdict, row = self._try(sequence, budget, started)
