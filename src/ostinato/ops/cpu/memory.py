@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ostinato.ops.cpu.vector_ir import F32, I32, I64, POINTER
+from ostinato.ops.cpu.vector_ir import F32, I32, I64, POINTER, Lanes
 
 _Signature = tuple[Any, Any]
 
@@ -106,6 +106,21 @@ def zero_bytes(typing_context: Any, address: Any, size: Any) -> _Signature:
             function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
         zero, plain = ir.Constant(ir.IntType(8), 0), ir.Constant(ir.IntType(1), 0)
         builder.call(function, [builder.inttoptr(args[0], POINTER), zero, args[1], plain])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def claim_lines(typing_context: Any, address: Any, count: Any) -> _Signature:
+    """Ask to own `count` cache lines from `address` on, which will be written whole.
+
+    A store to a line that lies in memory holds up those behind it until the line is there.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = Lanes(builder)
+        lanes.each(args[1], lambda i: lanes.prefetch(lanes.at(args[0], lanes.times(i, 64)), write=True))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit

@@ -26,7 +26,7 @@ from ostinato.ops.cpu.launch import (
     reset_counter,
     run_worker,
 )
-from ostinato.ops.cpu.memory import load_i32, load_i64, store_i64
+from ostinato.ops.cpu.memory import claim_lines, load_i32, load_i64, store_i64
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
 TASKS_PER_THREAD = 16
@@ -252,6 +252,7 @@ def _run_group(p: int, phase: int, scratch: int, expert: int, first: int, last: 
             sums = scratch + SUMS
             if phase != 1:
                 sums = load_i64(p + 8 * RESULTS) + (panel * load_i64(p + 8 * CAPACITY) + place) * 4 * PANEL
+                claim_lines(sums, n * 4 * PANEL // 64)
             ahead, pace = at + AHEAD, STEP_BYTES
             if not alone:
                 ahead = at + (last - first) * panel_bytes + panel_bytes // rows * (place - begin)

@@ -111,7 +111,7 @@ class TileEmitter:
             at = lanes.at(panel, lanes.times(k, STEP_BYTES))
             asked = lanes.at(ahead, lanes.b.mul(k, stride))
             for line in range(0, STEP_BYTES, 64):
-                lanes.prefetch(lanes.at(asked, line), nearest=False)
+                lanes.prefetch(lanes.at(asked, line))
             offset = lanes.times(k, 4)
             return self._add(at, lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums)
 

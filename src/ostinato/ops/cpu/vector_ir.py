@@ -109,9 +109,9 @@ class Lanes:
             function = ir.Function(module, ir.FunctionType(result, [a.type for a in args]), name)
         return self.b.call(function, args)
 
-    def prefetch(self, address: Value, *, nearest: bool = True) -> None:
-        """Ask for a line ahead: into every cache, or (not `nearest`) into the second level and up."""
-        flags = [ir.Constant(I32, n) for n in (0, 3 if nearest else 2, 1)]  # read, locality, data
+    def prefetch(self, address: Value, *, nearest: bool = True, write: bool = False) -> None:
+        """Ask for a line ahead, to `write` it if so: into every cache, or (not `nearest`) the second level and up."""
+        flags = [ir.Constant(I32, n) for n in (int(write), 3 if nearest else 2, 1)]  # use, locality, data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.b.inttoptr(address, POINTER), *flags)
 
     # -- control -------------------------------------------------------------------------------------------
