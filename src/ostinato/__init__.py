@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PadContractError,
         RequestError,
     )
+    from ostinato.text.grammar import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -45,6 +47,8 @@ def __getattr__(name: str) -> Any:
             home = "ostinato.engine.llm"
         case "SamplingParams" | "RequestOutput" | "CompletionOutput":
             home = "ostinato.engine.request"
+        case "StructuredOutputs":
+            home = "ostinato.text.grammar"
         case "EngineConfig":
             home = "ostinato.config"
         case _ if name in __all__:

@@ -29,6 +29,7 @@ from ostinato.engine.worker import StepResult
 from ostinato.errors import RequestError
 from ostinato.parallel.rendezvous import World, single_world
 from ostinato.text.chat import ChatTemplate
+from ostinato.text.grammar import Grammar, Grammars, Matcher
 from ostinato.text.stop import StopSet
 from ostinato.text.tokenizer import Tokenizer, stop_token_ids
 
@@ -65,6 +66,7 @@ class Engine:
         self.stop_token_ids = stop_token_ids(parts.directory, self.tokenizer) | frozenset(
             self.model_config.eos_token_ids
         )
+        self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.stop_token_ids)
         self._live: dict[str, _Live] = {}
         self._arrivals = count()
         self._names = count()
@@ -107,12 +109,16 @@ class Engine:
         self._check_token_ids("logit_bias", params.logit_bias or ())
         self._check_token_ids("stop_token_ids", params.stop_token_ids)
         self.scheduler.limits.clamp(len(ids), params.max_tokens)
+        if params.form is not None:
+            self.grammars.compile(params.form)  # kept for `enqueue`
         return Request(name, ids, params, text, priority, extra_key)
 
     def enqueue(self, request: Request) -> None:
         """Queue what `checked` made, here or on another rank."""
         params, ids = request.params, request.prompt_token_ids
-        sequences = self._sequences(request, self.scheduler.limits.clamp(len(ids), params.max_tokens))
+        grammar = None if params.form is None else self.grammars.compile(params.form)
+        limit = self.scheduler.limits.clamp(len(ids), params.max_tokens)
+        sequences = self._sequences(request, limit, grammar)
         stops = StopSet(params.stop_strings)
         streams = [OutputStream(s.index, params, stops, self.tokenizer, ids) for s in sequences]
         live = _Live(request, sequences, streams)
@@ -144,13 +150,14 @@ class Engine:
                     f"{what} holds {token!r}, token ids of this model are whole numbers from 0 to {size - 1}"
                 )
 
-    def _sequences(self, request: Request, limit: int) -> list[Sequence]:
+    def _sequences(self, request: Request, limit: int, grammar: Grammar | None) -> list[Sequence]:
         params = request.params
         seed = self.config.seed if params.seed is None else params.seed
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.stop_token_ids
         takes_best = is_plain_greedy(params) and params.logprobs is None and params.min_tokens == 0
+        takes_best = takes_best and grammar is None
         sequences: list[Sequence] = []
         for index in range(params.n):
             sequence = Sequence(
@@ -163,6 +170,7 @@ class Engine:
                 stops,
                 leader=sequences[0] if sequences else None,
                 takes_best=takes_best,
+                matcher=None if grammar is None else grammar.matcher(),
             )
             sequences.append(sequence)
         return sequences
@@ -215,6 +223,8 @@ class Engine:
         ended = self.scheduler.commit(plan, {sequence: s.token_id for sequence, s in chosen.items()})
         for sequence, token in chosen.items():
             self._push(sequence, token)
+            if sequence.matcher is not None:
+                self._follow(sequence, sequence.matcher)
         for sequence in ended:
             self._end(sequence)
         self._tokens["generated"] += len(chosen)
@@ -229,6 +239,8 @@ class Engine:
                 chosen[sequence] = Sampled(best)
                 continue
             sampled = sample(result.logits[i : i + 1], [_sample_input(row)], [best])[0]
+            if sequence.matcher is not None:
+                sequence.matcher.accept(sampled.token_id)
             relay = relay or sampled.token_id != best
             chosen[sequence] = sampled
         if relay:
@@ -241,6 +253,13 @@ class Engine:
         stream = live.streams[sequence.index]
         if stream.push(token, ends_sequence=sequence.finish_reason == "stop"):
             self.scheduler.finish(sequence, "stop")
+            self._end(sequence)
+
+    def _follow(self, sequence: Sequence, matcher: Matcher) -> None:
+        """End a sequence whose form is complete, or can be followed no further."""
+        if sequence.state is not SequenceState.FINISHED and matcher.finished:
+            reason: FinishReason = "stop" if matcher.problem is None else "error"
+            self.scheduler.finish(sequence, reason, matcher.problem)
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -367,6 +386,7 @@ def _sample_input(row: ScheduledSequence) -> SampleInput:
         sequence.request.prompt_token_ids,
         sequence.output_token_ids,
         blocked,
+        None if sequence.matcher is None else sequence.matcher.allowed(),
     )
 
 

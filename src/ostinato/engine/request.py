@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ostinato.errors import RequestError
+from ostinato.text.grammar import StructuredOutputs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -42,6 +43,7 @@ class SamplingParams:
     logit_bias: added to logits of token ids, within [-100, 100].
     stop: strings that end a completion and are not part of it unless include_stop_str_in_output.
     stop_token_ids: further tokens that end it. ignore_eos: the model's own do not.
+    structured_outputs: the form of the completion, as `StructuredOutputs` or a mapping of its fields.
     logprobs: log-probabilities of the chosen token and so many best per position. prompt_logprobs: of the prompt's.
     """
 
@@ -64,6 +66,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _set(self, "stop", (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop))
@@ -83,6 +86,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         self._check_stops()
+        _set(self, "structured_outputs", _structured(self.structured_outputs))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
@@ -90,6 +94,12 @@ class SamplingParams:
             for token, bias in self.logit_bias.items():
                 _check_int("logit_bias token", token, 0, 2**31)
                 _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """`structured_outputs` as the value that it always is after construction."""
+        assert not isinstance(self.structured_outputs, Mapping)
+        return self.structured_outputs
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -128,6 +138,17 @@ _FLOATS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
 }
+
+
+def _structured(value: object) -> StructuredOutputs | None:
+    if value is None or isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError(f"structured_outputs must be StructuredOutputs or a mapping, got {value!r}")
+    unknown = sorted(str(name) for name in value if name not in StructuredOutputs.__dataclass_fields__)
+    if unknown:
+        raise RequestError(f"structured_outputs has no field {unknown[0]!r}; remove it")
+    return StructuredOutputs(**value)
 
 
 def _set(params: SamplingParams, name: str, value: Any) -> None:

@@ -4,7 +4,7 @@ Every row is handled by itself, from its own logits, history, seed and position:
 the row's place in the batch nor on its batch-mates. Noise is a pure function of (seed, position), so a request
 that was retracted, chunked or resumed draws the same numbers again. Runs outside the captured graph.
 
-Order of the transforms: logit bias, penalties, `min_tokens`; then temperature, top-k, top-p, min-p (the order of
+Order of the transforms: logit bias, penalties, structured output, `min_tokens`; then temperature, top-k, top-p, min-p (the order of
 transformers' logits processors). Log-probabilities are those of the model, before any of these.
 """
 
@@ -31,7 +31,7 @@ class SampleInput:
     """What sampling one row needs beside its logits.
 
     `position` is the absolute position of the token to be chosen. `blocked_token_ids` may not be chosen now
-    (end-of-sequence tokens before `min_tokens`).
+    (end-of-sequence tokens before `min_tokens`), unless nothing else may be: `allowed`, bool [vocab], goes first.
     """
 
     params: SamplingParams
@@ -40,6 +40,7 @@ class SampleInput:
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     blocked_token_ids: frozenset[int] = frozenset()
+    allowed: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def sample(
         greedy = logits.argmax(dim=-1).tolist()
     chosen = []
     for i, row in enumerate(inputs):
-        plain = not row.blocked_token_ids and is_plain_greedy(row.params)
+        free = not row.blocked_token_ids and row.allowed is None
+        plain = free and is_plain_greedy(row.params)
         token = greedy[i] if plain else _choose(logits[i].numpy(force=True), row)
         chosen.append(_with_logprobs(logits, i, token, row.params.logprobs))
     return chosen
@@ -144,7 +146,7 @@ def _place(weights: Row, share: float) -> int:
 
 
 def _adjust(logits: Row, row: SampleInput) -> Row:
-    """Logit bias, penalties and blocked tokens, on a copy."""
+    """Logit bias, penalties, and what may not be chosen, on a copy."""
     p = row.params
     out = logits.copy()
     for token, bias in (p.logit_bias or {}).items():
@@ -158,8 +160,14 @@ def _adjust(logits: Row, row: SampleInput) -> Row:
     if len(produced) and (p.presence_penalty or p.frequency_penalty):
         tokens, counts = np.unique(produced, return_counts=True)
         out[tokens] -= (p.presence_penalty + p.frequency_penalty * counts).astype(np.float32)
+    if row.allowed is not None:
+        out[~row.allowed] = -np.inf
     if row.blocked_token_ids:
-        out[list(row.blocked_token_ids)] = -np.inf
+        blocked = list(row.blocked_token_ids)
+        values = out[blocked]
+        out[blocked] = -np.inf
+        if row.allowed is not None and not np.isfinite(out).any():
+            out[blocked] = values  # the form is complete: it ends, however short
     return out
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ostinato.engine.request import FinishReason, Request
 from ostinato.kv.radix import Node
+from ostinato.text.grammar import Matcher
 
 
 class SequenceState(enum.Enum):
@@ -26,7 +27,8 @@ class SequenceState(enum.Enum):
 class Sequence:
     """Completion `index` of `request`. `arrival` orders the queue; `leader` is the sibling whose prefill it awaits.
 
-    takes_best: every token is the likeliest one and nothing more is asked about it.
+    takes_best: every token is the likeliest one and nothing more is asked about it. matcher: its place in the form
+    that its request asks for; it has been told all of `output_token_ids`.
     """
 
     request: Request
@@ -38,6 +40,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     leader: Sequence | None = None
     takes_best: bool = False
+    matcher: Matcher | None = None
     state: SequenceState = SequenceState.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import msgspec
@@ -43,11 +44,13 @@ from ostinato.server.messages import (
     Submit,
     command_decoder,
 )
+from ostinato.text.grammar import StructuredOutputs
 
 Send = Callable[[Event], None]
 
 STATS_INTERVAL_S = 1.0
 LAUNCH_REFUSED = 2
+_COMPILED = "inproc://compiled"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -122,39 +125,70 @@ class _Loop:
         self._decoder = command_decoder()
         self._next_stats = 0.0
         self._stopped = False
+        self._compiling: dict[str, Submit] = {}
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ostinato-grammar")
+        self._compiled = commands.context.socket(zmq.PULL)
+        self._compiled.bind(_COMPILED)
+        self._report = commands.context.socket(zmq.PUSH)  # the compiler's thread only, once connected
+        self._report.connect(_COMPILED)
 
     def run(self) -> None:
         self._send(Stats(self._engine.stats()))
-        while not self._stopped:
-            if self._engine.has_work:
-                self._take_all()
-                self._step()
-            else:
-                self._send(Stats(self._engine.stats()))
-                self._carry_out(self._decoder.decode(self._commands.recv()))
-                self._take_all()
+        waiting = zmq.Poller()
+        for socket in (self._commands, self._compiled):
+            waiting.register(socket, zmq.POLLIN)
+        try:
+            while not self._stopped:
+                if self._engine.has_work:
+                    self._take_all()
+                    self._step()
+                else:
+                    self._send(Stats(self._engine.stats()))
+                    waiting.poll()
+                    self._take_all()
+        finally:
+            self._compiler.shutdown(cancel_futures=True)
 
     def _take_all(self) -> None:
         while int(self._commands.get(zmq.EVENTS)) & zmq.POLLIN:
             self._carry_out(self._decoder.decode(self._commands.recv()))
+        while int(self._compiled.get(zmq.EVENTS)) & zmq.POLLIN:
+            ready = self._compiling.pop(self._compiled.recv().decode(), None)
+            if ready is not None:  # not aborted meanwhile
+                self._submit(ready)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
-            try:
-                self._engine.submit(
-                    command.prompt_token_ids,
-                    SamplingParams(**command.params),
-                    request_id=command.request_id,
-                    priority=command.priority,
-                    extra_key=command.extra_key,
-                )
-            except RequestError as error:
-                self._send(Refused(command.request_id, str(error)))
+            form = SamplingParams(**command.params).form
+            if form is None or self._engine.grammars.known(form):
+                self._submit(command)
+            else:
+                self._compiling[command.request_id] = command
+                self._compiler.submit(self._compile, command.request_id, form)
         elif isinstance(command, Abort):
             for request_id in command.request_ids:
+                self._compiling.pop(request_id, None)
                 self._engine.abort(request_id)
         else:
             self._stopped = True
+
+    def _compile(self, request_id: str, form: StructuredOutputs) -> None:
+        """On the compiler's thread, so that no step waits for a grammar. What fails is told by `submit`."""
+        with contextlib.suppress(RequestError):
+            self._engine.grammars.compile(form)
+        self._report.send(request_id.encode())
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            self._engine.submit(
+                command.prompt_token_ids,
+                SamplingParams(**command.params),
+                request_id=command.request_id,
+                priority=command.priority,
+                extra_key=command.extra_key,
+            )
+        except RequestError as error:
+            self._send(Refused(command.request_id, str(error)))
 
     def _step(self) -> None:
         try:
