@@ -21,7 +21,15 @@ from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.launch import launch
 from ostinato.engine.output import OutputStream, as_rows
 from ostinato.engine.progress import Report
-from ostinato.engine.request import FinishReason, Logprob, Request, RequestOutput, SamplingParams
+from ostinato.engine.request import (
+    FinishReason,
+    Logprob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    as_token_ids,
+    check_text,
+)
 from ostinato.engine.sampler import Sampled, SampleInput, is_plain_greedy, mix64, sample, top_logprobs
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence, SequenceState
@@ -133,10 +141,10 @@ class Engine:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("the prompt is empty; give some text")
-            _check_text(prompt)
+            check_text(prompt)
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
         else:
-            ids = _as_ids(prompt)
+            ids = as_token_ids(prompt)
             self._check_token_ids("the prompt", ids)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one")
@@ -352,25 +360,6 @@ class Engine:
             "prefill_delay": self._parts.prefill_delays(),
             **self.worker.stats(),
         }
-
-
-def _as_ids(prompt: Iterable[int]) -> tuple[int, ...]:
-    try:
-        if not isinstance(prompt, bytes):
-            return tuple(prompt)
-    except TypeError:
-        pass
-    raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
-
-
-def _check_text(prompt: str) -> None:
-    """Raises RequestError for half characters, which JSON can carry and no tokenizer can read."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"the prompt has half a surrogate pair, {prompt[error.start]!r}, at character {error.start}; remove it"
-        ) from None
 
 
 def _sample_input(row: ScheduledSequence) -> SampleInput:

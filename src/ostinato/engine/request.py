@@ -6,7 +6,7 @@ value was refused with the field's name, the value and the bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -138,6 +138,26 @@ _FLOATS: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.01, 100.0),
 }
+
+
+def as_token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
+    """A prompt that is no text. Raises RequestError for what is no list."""
+    try:
+        if not isinstance(prompt, bytes):
+            return tuple(prompt)
+    except TypeError:
+        pass
+    raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
+
+
+def check_text(prompt: str) -> None:
+    """Raises RequestError for half characters, which JSON can carry and no tokenizer can read."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt has half a surrogate pair, {prompt[error.start]!r}, at character {error.start}; remove it"
+        ) from None
 
 
 def _structured(value: object) -> StructuredOutputs | None:

@@ -4,8 +4,8 @@ Every row is handled by itself, from its own logits, history, seed and position:
 the row's place in the batch nor on its batch-mates. Noise is a pure function of (seed, position), so a request
 that was retracted, chunked or resumed draws the same numbers again. Runs outside the captured graph.
 
-Order of the transforms: logit bias, penalties, structured output, `min_tokens`; then temperature, top-k, top-p, min-p (the order of
-transformers' logits processors). Log-probabilities are those of the model, before any of these.
+Order of the transforms: logit bias, penalties, structured output, `min_tokens`; then temperature, top-k, top-p, min-p
+(the order of transformers' logits processors). Log-probabilities are those of the model, before any of these.
 """
 
 from __future__ import annotations

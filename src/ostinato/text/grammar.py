@@ -24,12 +24,17 @@ from ostinato.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_CHOICES = 1024
 _KEPT = 64  # compiled grammars
 # As json.dumps writes: free whitespace would let a model print spaces for ever.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_STYLE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,9 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise RequestError(f"structured_outputs.{name} must be a text that is not empty, got {value!r}")
+                raise RequestError(
+                    f"structured_outputs.{name} must be a text that is not empty, got {value!r}"
+                )
         if len(self._source()) > MAX_GRAMMAR_CHARS:
             raise RequestError(
                 f"structured_outputs.{given[0]} has {len(self._source())} characters, at most "
