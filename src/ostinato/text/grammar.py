@@ -29,12 +29,6 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_CHOICES = 1024
 _KEPT = 64  # compiled grammars
-# As json.dumps writes: free whitespace would let a model print spaces for ever.
-_JSON_STYLE: JsonCompileOptions = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +221,16 @@ def _source(outputs: StructuredOutputs) -> str:
     """The form in llguidance's own language."""
     from llguidance import LLMatcher
 
+    # As json.dumps writes: free whitespace would let a model print spaces for ever.
+    style: JsonCompileOptions = {
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    }
     if outputs.json_object:
-        return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_STYLE)
+        return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=style)
     if isinstance(outputs.json, str):
-        return LLMatcher.grammar_from_json_schema(outputs.json, overrides=_JSON_STYLE)
+        return LLMatcher.grammar_from_json_schema(outputs.json, overrides=style)
     if outputs.regex is not None:
         return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.choice is not None:
