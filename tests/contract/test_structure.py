@@ -275,6 +275,7 @@ PUBLIC_NAMES = {
     "ostinato": {
         "LLM",
         "SamplingParams",
+        "StructuredOutputs",
         "RequestOutput",
         "CompletionOutput",
         "EngineConfig",
