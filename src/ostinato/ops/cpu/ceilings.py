@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from numba import types
-from numba.extending import intrinsic
 
 from ostinato.ops.cpu.int8 import dot_portable, dot_vnni
 from ostinato.ops.cpu.intrinsics import stack_scratch
+from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.launch import (
     COUNTER,
     FIRST_FIELD,

@@ -1,9 +1,9 @@
 """Compiles kernels to plain C functions, and keeps them on disk between starts.
 
-A kernel is a module-level Python function of int64 arguments; Numba compiles it for exactly that signature,
-once. Numba's own cache notices changes of the function's file alone, so the directory is keyed by everything
-else that decides the code: package version, the sources of this folder, Numba, LLVM and CPU. Knows nothing of
-what is compiled.
+A kernel is a module-level Python function of int64 arguments; Numba turns it into LLVM IR for exactly that signature,
+once, and its object code lies in a directory keyed by everything that decides it: package version, the sources of
+this folder, Numba, LLVM and CPU. Knows nothing of what is compiled. Invariant: a kernel that is on disk under the key
+is loaded without importing Numba.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import llvmlite
-import numba
 from llvmlite import binding
 
+from ostinato.ops.cpu.jit import compile_to_ir
+from ostinato.ops.cpu.objects import LoadedCode, kernel_object, read_code, write_code
+
 Address = int
+Kernel = Callable[..., None]
+
+_ENTRY = "kernel"  # the symbol of every kernel in its own file
 
 
 @lru_cache(maxsize=1)
@@ -29,7 +33,7 @@ def cache_key() -> str:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     features = binding.get_host_cpu_features().flatten()
-    for part in (numba.__version__, llvmlite.__version__, binding.get_host_cpu_name(), features):
+    for part in (version("numba"), llvmlite.__version__, binding.get_host_cpu_name(), features):
         digest.update(part.encode() + b"\0")
     try:
         package = version("ostinato")
@@ -43,48 +47,48 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "ostinato" / "kernels"
 
 
-def configure_cache(directory: Path | None = None) -> Path:
-    """Make Numba keep what it compiles from now on under `directory`, by key; returns the keyed directory.
-
-    Must come before the import of modules whose kernels are decorated with `cache=True`: Numba chooses the
-    place when it decorates.
-    """
-    keyed = (directory or default_cache_dir()) / cache_key()
-    keyed.mkdir(parents=True, exist_ok=True)
-    numba.config.CACHE_DIR = str(keyed)
-    return keyed
+def kernel_name(function: Kernel) -> str:
+    """Name of a kernel's file: `gemm.gemm_worker`."""
+    return f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
 
 
 class Compiler:
     """Compiles each function once; owns the compiled code, so it must outlive every address it gave."""
 
     def __init__(self, cache_dir: Path | None = None) -> None:
-        self._cache_dir = cache_dir
-        self._compiled: dict[Callable[..., None], Any] = {}
+        self._root = cache_dir or default_cache_dir()
+        self._loaded: dict[Kernel, LoadedCode] = {}
+        self._cache_hits = 0
 
     @property
     def directory(self) -> Path:
         """The keyed directory in which compiled code is kept."""
-        return configure_cache(self._cache_dir)
+        return self._root / cache_key()
 
     @property
     def num_compiled(self) -> int:
         """Functions ready, compiled here or loaded from disk."""
-        return len(self._compiled)
+        return len(self._loaded)
 
     @property
     def num_cache_hits(self) -> int:
         """How many of them came from disk."""
-        return sum(bool(kernel.cache_hits) for kernel in self._compiled.values())
+        return self._cache_hits
 
-    def address(self, function: Callable[..., None], arguments: int = 1) -> Address:
+    def address(self, function: Kernel, arguments: int = 1) -> Address:
         """Address of `function` as `void f(int64_t, ...)` of so many arguments."""
-        kernel = self._compiled.get(function)
-        if kernel is None:
-            configure_cache(self._cache_dir)
-            words = ", ".join(["int64"] * arguments)
-            options = {"cache": True, "error_model": "numpy", "nopython": True}
-            kernel = numba.cfunc(f"void({words})", **options)(function)
-            self._compiled[function] = kernel
-        found: int = kernel.address
-        return found
+        code = self._loaded.get(function)
+        if code is None:
+            code = self._loaded[function] = self._load(function, arguments)
+        return code.addresses[_ENTRY]
+
+    def _load(self, function: Kernel, arguments: int) -> LoadedCode:
+        path = self.directory / f"{kernel_name(function)}.o"
+        code = read_code(path)
+        if code is None:
+            ir, symbol = compile_to_ir(function, arguments)
+            code = kernel_object(ir, symbol, _ENTRY)
+            write_code(path, code)
+        else:
+            self._cache_hits += 1
+        return LoadedCode(code, [_ENTRY])

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import F32, I64, VF, VH, Lanes, Value
 
 # Kinds of stores, an enumeration that drivers pass as int64: bit 0 output is fp32, bit 1 add to what `out`

@@ -11,10 +11,9 @@ their place, the tasks or the threads.
 
 from __future__ import annotations
 
-from numba import njit
-
 from ostinato.ops.cpu.epilogue import GATED, store_tile
 from ostinato.ops.cpu.intrinsics import call_barrier, call_prepare, call_tile, stack_scratch
+from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
     BARRIER,
     FIRST_FIELD,

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from ostinato.ops.cpu.epilogue import EpilogueEmitter
+from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import I8, I32, LANES, VF, VI, Lanes, Value
 
 TRAILER_WORDS = 2  # of a panel, behind its words: scales, offsets

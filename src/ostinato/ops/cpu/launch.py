@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numba import njit
 
 from ostinato.ops.cpu.compile import Compiler
 from ostinato.ops.cpu.intrinsics import call_address, run_team
 from ostinato.ops.cpu.isa import Isa, select_isa
+from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.memory import fetch_add, load_i64, store_i64
 from ostinato.ops.cpu.threads import ThreadPool, open_pool
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import F32, I32, I64, POINTER, Lanes
 
 _Signature = tuple[Any, Any]

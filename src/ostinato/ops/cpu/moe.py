@@ -12,11 +12,10 @@ zero and are never read; tasks are drawn by experts that have rows, so pads chan
 
 from __future__ import annotations
 
-from numba import njit
-
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED, combine_slots, scale_row, store_tile
 from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_group
 from ostinato.ops.cpu.intrinsics import call_barrier, call_prepare, call_tile, stack_scratch
+from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
     BARRIER,
     FIRST_FIELD,

@@ -8,8 +8,6 @@ only under the key of the sources, LLVM and CPU that made it.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 from llvmlite import binding, ir
 
 from ostinato.ops.cpu.lane_kinds import Kind
+from ostinato.ops.cpu.objects import LoadedCode, emit_object, read_code, target_machine, write_code
 from ostinato.ops.cpu.vector_ir import I64, Lanes, Value
 
 Emit = Callable[[Lanes, Kind, list[Value]], None]
@@ -34,36 +33,21 @@ class NativeFunction:
 class NativeLibrary:
     """Functions compiled for one kind; `addresses` maps their names to machine code."""
 
-    __slots__ = ("_engine", "addresses", "from_disk")
+    __slots__ = ("_code", "addresses", "from_disk")
 
     def __init__(
         self, name: str, functions: Mapping[str, NativeFunction], kind: Kind, cache_dir: Path | None = None
     ) -> None:
         """Load the library from `cache_dir` (a keyed directory), or compile it and keep it there."""
-        binding.initialize_native_target()
-        binding.initialize_native_asmprinter()
-        machine = _target_machine()
         path = None if cache_dir is None else cache_dir / f"{name}.{kind.name}.o"
-        self.from_disk = path is not None and path.exists()
-        if path is not None and self.from_disk:
-            code = path.read_bytes()
-        else:
-            code = _compile(functions, kind, machine)
+        code = None if path is None else read_code(path)
+        self.from_disk = code is not None
+        if code is None:
+            code = _compile(functions, kind, target_machine())
             if path is not None:
-                _write_whole(path, code)
-        self._engine: Any = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
-        self._engine.finalize_object()
-        self.addresses: Mapping[str, int] = {f: self._engine.get_function_address(f) for f in functions}
-        assert all(self.addresses.values()), self.addresses
-
-
-def _target_machine() -> Any:
-    target = binding.Target.from_default_triple()
-    features = binding.get_host_cpu_features().flatten()
-    return target.create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features, opt=3, jit=True, reloc="pic"
-    )
+                write_code(path, code)
+        self._code = LoadedCode(code, functions)
+        self.addresses = self._code.addresses
 
 
 def _compile(functions: Mapping[str, NativeFunction], kind: Kind, machine: Any) -> bytes:
@@ -80,14 +64,4 @@ def _compile(functions: Mapping[str, NativeFunction], kind: Kind, machine: Any) 
     parsed.verify()
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(parsed, passes)
-    code: bytes = machine.emit_object(parsed)
-    return code
-
-
-def _write_whole(path: Path, code: bytes) -> None:
-    """Another process never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(code)
-    os.replace(temporary, path)
+    return emit_object(parsed, machine)

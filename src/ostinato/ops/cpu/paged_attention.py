@@ -14,9 +14,8 @@ them.
 
 from __future__ import annotations
 
-from numba import njit
-
 from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import FIRST_FIELD
 from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, store_i64
 

@@ -6,10 +6,9 @@ is decided by a counter and by the size of the step, and never changes a bit.
 
 from __future__ import annotations
 
-from numba import njit
-
 from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES
 from ostinato.ops.cpu.intrinsics import call_barrier
+from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import BARRIER, COUNTER, TASKS, THREADS, reset_counter, run_worker
 from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
 from ostinato.ops.cpu.paged_attention import (

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from ostinato.ops.cpu.int8 import quantise_bf16_row, quantise_fp32_row
+from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import I64, POINTER
 
 PREPARE_ARGUMENTS = 3

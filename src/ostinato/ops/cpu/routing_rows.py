@@ -10,9 +10,9 @@ row holds: NaN counts as the largest score, ties go to the lowest id, ids of a r
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ostinato.ops.cpu.gemm import live_rows
+from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import COUNTER, FIRST_FIELD, join_team, reset_counter, run_worker
 from ostinato.ops.cpu.memory import (
     call_native,

@@ -7,9 +7,8 @@ what a row's function does. Invariant: a row is computed by one thread from its 
 
 from __future__ import annotations
 
-from numba import njit
-
 from ostinato.ops.cpu.gemm import live_rows
+from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import COUNTER, FIRST_FIELD, THREADS, reset_counter, run_worker
 from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
 

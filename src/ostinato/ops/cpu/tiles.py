@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from ostinato.ops.cpu.int8 import dot_portable, dot_vnni, rescale
 from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, Isa, select_isa
+from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import F32, I16, I32, I64, VB32, VF, VI, Lanes, Value
 
 PANEL = 32  # columns of a panel

@@ -1,0 +1,89 @@
+"""Object code: emitted from LLVM IR for this machine, kept in files, and loaded into the process.
+
+Every kernel runs from object code, whether it was compiled now or at an earlier start. Knows nothing of what the code
+does. Invariant: a file appears whole or not at all; loaded code outlives every address it gave.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llvmlite import binding
+
+# What a kernel compiled by Numba would call to raise an exception. Kernels raise none.
+_RAISING = ("Py", "NRT_", "numba_")
+
+
+def target_machine() -> Any:
+    """LLVM's code generator for this CPU and all its instructions."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_default_triple()
+    features = binding.get_host_cpu_features().flatten()
+    return target.create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features, opt=3, jit=True, reloc="pic"
+    )
+
+
+def emit_object(module: Any, machine: Any) -> bytes:
+    """Object code of a parsed and optimised module."""
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def kernel_object(ir: str, symbol: str, name: str) -> bytes:
+    """Object code of a kernel's IR, in which `symbol` becomes `name`.
+
+    Calls that would raise an exception become traps, so the code needs neither Numba nor Python.
+    """
+    machine = target_machine()
+    module = binding.parse_assembly(ir)
+    module.get_function(symbol).name = name
+    module.link_in(binding.parse_assembly(_traps(module)))
+    module.verify()
+    return emit_object(module, machine)
+
+
+def _traps(module: Any) -> str:
+    lines = [f'target triple = "{module.triple}"', "declare void @llvm.trap()"]
+    for function in module.functions:
+        if function.is_declaration and function.name.startswith(_RAISING):
+            lines.append(f"define void @{function.name}() {{ call void @llvm.trap() unreachable }}")
+    for variable in module.global_variables:
+        if variable.is_declaration and variable.name.startswith(_RAISING):
+            lines.append(f"@{variable.name} = global i8 0")
+    return "\n".join(lines)
+
+
+class LoadedCode:
+    """Functions of one object file; `addresses` maps their names to machine code."""
+
+    __slots__ = ("_engine", "addresses")
+
+    def __init__(self, code: bytes, functions: Iterable[str]) -> None:
+        self._engine: Any = binding.create_mcjit_compiler(binding.parse_assembly(""), target_machine())
+        self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self.addresses: Mapping[str, int] = {f: self._engine.get_function_address(f) for f in functions}
+        assert all(self.addresses.values()), self.addresses
+
+
+def read_code(path: Path) -> bytes | None:
+    """The code in a file, or None where there is none (any more)."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def write_code(path: Path, code: bytes) -> None:
+    """Keep code in a file; another process never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(code)
+    os.replace(temporary, path)
