@@ -5,6 +5,7 @@ Must not import torch or the engine. Invariant: no traceback for what a user did
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated, Any
 
@@ -101,4 +102,7 @@ app.add_typer(bench_app, name="bench")
 
 def main() -> None:
     """Entry point of the `ostinato` script."""
-    app(prog_name="ostinato")
+    try:
+        app(prog_name="ostinato")
+    finally:
+        gc.freeze()  # else the interpreter's last collection walks over all of torch, to no end

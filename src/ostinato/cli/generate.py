@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ostinato.cli.flags import engine_flags, sampling_flags
-from ostinato.cli.screen import note, open_engine
+from ostinato.cli.screen import lasting, note, open_engine
 from ostinato.config import EngineConfig
 from ostinato.errors import RequestError
 
@@ -52,7 +52,8 @@ def generate(
     from ostinato.engine.request import SamplingParams
 
     params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} | sampling))
-    import ostinato.engine.llm  # noqa: F401  (so that loading the model is timed without loading torch)
+    with lasting():
+        import ostinato.engine.llm  # noqa: F401  (so that loading the model is timed without loading torch)
 
     started = time.perf_counter()
     with open_engine(config) as llm:

@@ -6,6 +6,7 @@ is written, so logs and pipes stay clean.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,11 +27,25 @@ def note(text: str) -> None:
 
 
 @contextmanager
+def lasting() -> Iterator[None]:
+    """For what makes objects that stay to the end, such as importing torch: no garbage collection walks over them,
+    neither meanwhile nor ever after.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@contextmanager
 def open_engine(config: EngineConfig) -> Iterator[LLM]:
     """An engine for the length of a block."""
-    from ostinato.engine.llm import LLM
+    with lasting():
+        from ostinato.engine.llm import LLM
 
-    llm = LLM(config=config)
+        llm = LLM(config=config)
     try:
         yield llm
     finally:

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
-
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any, Self
 
 from ostinato.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from ostinato.text.sandbox import Template
 
 Message = Mapping[str, Any]
 
@@ -34,7 +30,7 @@ class ChatTemplate:
     ) -> None:
         self.sources = dict(sources)
         self._special = dict(special_tokens or {})
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled: dict[str, Template] = {}
 
     @classmethod
     def from_dir(
@@ -86,18 +82,7 @@ class ChatTemplate:
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        try:
-            return compiled.render(context)
-        except jinja2.UndefinedError as error:
-            raise RequestError(f"the chat template cannot read these messages: {_one_line(error)}") from None
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the chat template refuses these messages: {_one_line(error)}") from None
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            kind = type(error).__name__
-            raise RequestError(
-                f"the chat template fails on these messages ({kind}: {_one_line(error)}); "
-                "check their roles and content"
-            ) from None
+        return compiled.render(context)
 
     def _choose(self, name: str | None, has_tools: bool) -> str:
         if not self.sources:
@@ -111,15 +96,12 @@ class ChatTemplate:
             raise RequestError(f"no chat template is named {name!r}; the model has {sorted(self.sources)}")
         return name
 
-    def _compile(self, name: str) -> jinja2.Template:
+    def _compile(self, name: str) -> Template:
         if name not in self._compiled:
-            try:
-                self._compiled[name] = _environment().from_string(self.sources[name])
-            except jinja2.TemplateSyntaxError as error:
-                raise ModelError(
-                    f"chat template {name!r} is broken at line {error.lineno} ({_one_line(error)}); "
-                    "correct it in the checkpoint"
-                ) from None
+            # Imported here: most starts render no template, and jinja2 takes its time.
+            from ostinato.text.sandbox import compile_template
+
+            self._compiled[name] = compile_template(name, self.sources[name])
         return self._compiled[name]
 
 
@@ -184,48 +166,6 @@ def named_sources(value: object, *, where: str) -> dict[str, str]:
         raise ModelError(
             f"chat_template in {where} is neither a string nor a list of named templates; correct it there"
         ) from None
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; for a prompt it is its
-    body.
-    """
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 reads it off the class)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _read_text(file: Path) -> str:
