@@ -113,6 +113,11 @@ class EngineConfig:
     prefill_delay: int = _option(
         0, "With dp: steps that a prompt waits at most for prompts on other groups; 0 for never", minimum=0
     )
+    redundant_experts: int = _option(0, "Expert slots beyond one for each, for busy experts", minimum=0)
+    expert_placement: str | None = _option(None, "JSON file that says which expert lies in which slot")
+    rebalance_steps: int = _option(
+        0, "Steps after which experts are placed anew by their load; 0 for never", minimum=0
+    )
     dispatch: str = _option("gathered", "How rows travel to experts of other ranks", choices=DISPATCHES)
     transport: str = _option(
         "auto", "Between ranks: shared memory, or gloo over the network", choices=TRANSPORTS
@@ -274,6 +279,13 @@ _COMBINATIONS: tuple[_Refused, ...] = (
         lambda c: (
             f"chunked_prefill_size {c.chunked_prefill_size} is no multiple of page_size {c.page_size}; "
             f"use {max(1, (c.chunked_prefill_size or 0) // c.page_size) * c.page_size}"
+        ),
+    ),
+    (
+        lambda c: c.expert_placement is not None and c.redundant_experts > 0,
+        lambda c: (
+            f"expert_placement {c.expert_placement!r} says how many slots there are, as redundant_experts "
+            f"{c.redundant_experts} does; give one"
         ),
     ),
     (

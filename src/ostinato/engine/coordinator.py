@@ -20,19 +20,36 @@ from ostinato.parallel.rendezvous import World
 from ostinato.parallel.step_sync import StepSync, StepVote
 
 
+def _nothing() -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class Coordinator:
-    """Decides steps. `depends`: experts are spread over ranks, so that all must take part in each other's steps."""
+    """Decides steps. `depends`: experts are spread over ranks, so that all must take part in each other's steps.
+
+    before_step: called on all of them before each step that they take together.
+    """
 
     world: World
     rules: ShapeRules
     widths: StepWidths
     sync: StepSync
     depends: bool
+    before_step: Callable[[], None] = _nothing
 
     @classmethod
-    def of(cls, world: World, rules: ShapeRules, widths: StepWidths, *, depends: bool) -> Coordinator:
-        return cls(world, rules, widths, StepSync(world.topology, world.world), depends)
+    def of(
+        cls,
+        world: World,
+        rules: ShapeRules,
+        widths: StepWidths,
+        *,
+        depends: bool,
+        before_step: Callable[[], None] | None = None,
+    ) -> Coordinator:
+        sync = StepSync(world.topology, world.world)
+        return cls(world, rules, widths, sync, depends, before_step or _nothing)
 
     def decide(self, plan: StepPlan | None) -> StepShape | None:
         """The shape to run `plan` in; None when no rank has anything to run. Sets the widths that dispatch goes by."""
@@ -42,6 +59,7 @@ class Coordinator:
             step = self.sync.gather(self._vote(plan))
             if step.idle:
                 return None
+            self.before_step()
             own = StepMode.IDLE if plan is None else plan.mode
             mode, counts, reject, rank = step.mode(own), step.num_tokens, step.reject, topology.attn_dp_rank
         elif plan is None:

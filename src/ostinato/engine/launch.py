@@ -37,8 +37,10 @@ from ostinato.models.build import load_model
 from ostinato.models.config import ModelConfig, read_config
 from ostinato.models.fetch import FETCHABLE, fetched
 from ostinato.models.hub import resolve_model
-from ostinato.models.sharding import ParallelPlan, Sharding
+from ostinato.models.sharding import LayerExperts, ParallelPlan, Sharding, placed_layers
+from ostinato.moe.balance import balance, read_placement
 from ostinato.moe.load import ExpertLoad
+from ostinato.moe.rebalance import Rebalancer
 from ostinato.moe.routing import Consumers
 from ostinato.ops.opset import OpSet
 from ostinato.ops.reference import ReferenceOps
@@ -94,7 +96,9 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     directory = locate_model(config.model)
     model_config = read_config(directory, dtype=_dtype(config))
-    plan = ParallelPlan(world or single_world(), dispatch=config.dispatch)
+    world = world or single_world()
+    layers = _place_experts(config, model_config, world.topology.ep)
+    plan = ParallelPlan(world, dispatch=config.dispatch, layers=layers)
     kv_heads = Sharding(plan.topology).span("kv_heads", model_config.num_kv_heads)
     layout = KVLayout(
         model_config.num_layers,
@@ -119,6 +123,23 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     return Parts(directory, model_config, worker, scheduler, passes)
 
 
+def _place_experts(config: EngineConfig, model: ModelConfig, ep: int) -> dict[int, LayerExperts]:
+    """Experts of each sparse layer, where they are not simply in order."""
+    if not (config.redundant_experts or config.expert_placement or config.rebalance_steps):
+        return {}
+    if model.moe is None:
+        raise ConfigError(
+            "the model has no experts to place; leave out redundant_experts and expert_placement"
+        )
+    count, sparse = model.moe.num_experts, [i for i, layer in enumerate(model.layers) if layer.sparse]
+    if config.expert_placement is not None:
+        slots = read_placement(Path(config.expert_placement), sparse, count)
+    else:
+        even = balance([1] * count, count + config.redundant_experts, ep).slots
+        slots = dict.fromkeys(sparse, even)
+    return {layer: LayerExperts.of(row, count) for layer, row in slots.items()}
+
+
 def _passes(config: EngineConfig, sizes: Sizes, coordinator: Coordinator) -> PassExecutor | None:
     """What makes prefills of data-parallel groups wait for each other, where they have to run together."""
     if not (config.prefill_delay and coordinator.rules.extend_gather):
@@ -139,7 +160,7 @@ def _worker(
     """The loaded model over its attention and kernels, with buffers for the largest step."""
     ops, attention = choose_kernels(config, pool)
     moe = model_config.moe
-    load = None if moe is None else ExpertLoad(model_config.num_layers, moe.num_experts)
+    load = None if moe is None else ExpertLoad(model_config.num_layers, plan.num_physical(moe.num_experts))
     model = load_model(
         directory,
         ops=ops,
@@ -170,8 +191,18 @@ def _worker(
         decode_gather=depends,
         extend_gather=depends,
     )
-    coordinator = Coordinator.of(plan.world, rules, plan.widths, depends=moe is not None)
-    return Worker(model, attention, pool, _backend(config), rules, options, load, coordinator)
+    rebalancer = None
+    if load is not None and moe is not None and plan.layers:
+        placed = placed_layers(model, plan)
+        rebalancer = Rebalancer(plan.world, load, placed, moe.num_experts, config.rebalance_steps)
+    coordinator = Coordinator.of(
+        plan.world,
+        rules,
+        plan.widths,
+        depends=moe is not None,
+        before_step=None if rebalancer is None else rebalancer.tick,
+    )
+    return Worker(model, attention, pool, _backend(config), rules, options, load, coordinator, rebalancer)
 
 
 def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, AttentionBackend]:

@@ -41,6 +41,7 @@ from ostinato.kv.pool import KVPool
 from ostinato.models.decoder import CausalLM
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.pairs import StepWidths
+from ostinato.moe.rebalance import Rebalancer
 from ostinato.padding import GraphKey, ShapeRules, StepMode, StepShape
 from ostinato.parallel.rendezvous import single_world
 
@@ -85,12 +86,14 @@ class Worker:
         options: WorkerOptions,
         load: ExpertLoad | None,
         coordinator: Coordinator | None = None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.load = load
         self.rules = rules
         self.coordinator = coordinator or Coordinator.of(single_world(), rules, StepWidths(), depends=False)
+        self.rebalancer = rebalancer
         self._counts_load = self.coordinator.world.topology.is_leader
         self.options = options
         self._attention = attention
@@ -280,8 +283,17 @@ class Worker:
         """Graph accounting by kind of step, and expert load [layers][experts] (None for dense models)."""
         return {
             "graph": {"decode": self.decode.stats.as_dict(), "prefill": self.prefill.stats.as_dict()},
-            "expert_load": None if self.load is None else self.load.snapshot().tolist(),
+            "expert_load": self._expert_load(),
+            "placement": None if self.rebalancer is None else self.rebalancer.stats(),
         }
+
+    def _expert_load(self) -> list[list[int]] | None:
+        """By expert of the model, wherever its replicas are."""
+        if self.load is None:
+            return None
+        counts = self.load.snapshot() if self.rebalancer is None else self.rebalancer.expert_load()
+        rows: list[list[int]] = counts.tolist()
+        return rows
 
 
 def _progress(report: Report, stage: str) -> Callable[[StepShape, int, int], None]:

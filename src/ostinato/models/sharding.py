@@ -16,11 +16,14 @@ import torch
 from ostinato.errors import ConfigError
 from ostinato.graphs.workspace import Workspace
 from ostinato.models.config import ModelConfig
+from ostinato.models.decoder import CausalLM
 from ostinato.moe.all_to_all import AllToAllDispatcher
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.gathered import GatheredDispatcher
+from ostinato.moe.layer import MoELayer
 from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths
 from ostinato.moe.placement import ExpertPlacement
+from ostinato.moe.rebalance import PlacedLayer
 from ostinato.ops.opset import OpSet
 from ostinato.parallel.columns import ColumnGather
 from ostinato.parallel.rendezvous import World, single_world
@@ -78,6 +81,11 @@ class LayerExperts:
     logical: tuple[int, ...]
 
     @classmethod
+    def of(cls, slots: tuple[int, ...], num_experts: int) -> LayerExperts:
+        """Experts in these slots."""
+        return cls(ExpertPlacement.of_slots(slots, num_experts), slots)
+
+    @classmethod
     def plain(cls, num_experts: int) -> LayerExperts:
         """Every expert once, in order."""
         return cls(None, tuple(range(num_experts)))
@@ -103,6 +111,10 @@ class ParallelPlan:
     def shares_rows(self) -> bool:
         """Whether ranks that have the same rows each dispatch a slice of them, so that widths must divide."""
         return self.dispatch != "gathered" and self.topology.attn_tp > 1
+
+    def num_physical(self, num_experts: int) -> int:
+        """Expert slots of a layer, on all ranks together; the same in every layer."""
+        return next((len(layer.logical) for layer in self.layers.values()), num_experts)
 
     def columns(
         self, workspace: Workspace, config: ModelConfig, rows: int, logit_rows: int
@@ -137,11 +149,21 @@ class ParallelPlan:
             dtype=config.dtype,
             all_to_all=travels,
         )
-        physical = {len(layer.logical) for layer in self.layers.values()} or {moe.num_experts}
-        first, last = Sharding(topology).span("experts", physical.pop())
+        first, last = Sharding(topology).span("experts", self.num_physical(moe.num_experts))
         share = ExpertShare(topology, last - first)
         groups = (self.world.world, self.world.attn)
         if travels:
             return AllToAllDispatcher(*groups, share, ops, buffers, self.widths, moe.weights_on_input)
         sharded = self.dispatch == "sharded"
         return GatheredDispatcher(*groups, share, ops, buffers, self.widths, moe.weights_on_input, sharded)
+
+
+def placed_layers(model: CausalLM, plan: ParallelPlan) -> list[PlacedLayer]:
+    """The sparse layers of a loaded model whose experts have a map."""
+    found = []
+    for index, experts in plan.layers.items():
+        ffn = model.layers[index].ffn
+        assert isinstance(ffn, MoELayer)
+        assert experts.placement is not None
+        found.append(PlacedLayer(index, experts.logical, experts.placement, ffn.experts))
+    return found

@@ -126,6 +126,27 @@ class ExpertPlacement:
             num_replicas=torch.tensor([len(r) for r in replicas], device=device) if width > 1 else None,
         )
 
+    @classmethod
+    def of_slots(cls, slots: Sequence[int], num_logical: int) -> ExpertPlacement:
+        """From the logical expert of each physical one; `rewrite` may change it later, at the same addresses."""
+        made = cls.dynamic(_replicas(slots, num_logical), num_physical=len(slots))
+        assert made.table is not None
+        # Room for as many replicas as any expert could have.
+        width = len(slots) - num_logical + 1
+        table = torch.zeros(num_logical, width, dtype=torch.int32)
+        counts = torch.ones(num_logical, dtype=torch.int64)
+        placed = cls(num_logical, len(slots), table, counts)
+        placed.rewrite(slots)
+        return placed
+
+    def rewrite(self, slots: Sequence[int]) -> None:
+        """Map to other slots from now on, captured graphs included. Host code: call it between steps."""
+        assert self.table is not None
+        assert self.num_replicas is not None
+        rows, width = _replicas(slots, self.num_logical), self.table.shape[1]
+        self.table.copy_(torch.tensor([[row[i % len(row)] for i in range(width)] for row in rows]))
+        self.num_replicas.copy_(torch.tensor([len(row) for row in rows]))
+
     def with_shared_slots(
         self, *, ep_size: int, ep_rank: int, num_shared: int, weight_scale: float = 1.0
     ) -> ExpertPlacement:
@@ -186,3 +207,11 @@ class ExpertPlacement:
         row = torch.arange(index.shape[0], device=index.device).unsqueeze(1)
         noise = ((row + 1) * 2654435761 % (1 << 32)) >> 15
         return noise % self.num_replicas[index]
+
+
+def _replicas(slots: Sequence[int], num_logical: int) -> list[list[int]]:
+    """Physical ids of each logical expert."""
+    rows: list[list[int]] = [[] for _ in range(num_logical)]
+    for physical, logical in enumerate(slots):
+        rows[logical].append(physical)
+    return rows

@@ -57,6 +57,10 @@ class ReferenceExperts:
         return self.gate_up.shape[0]
 
     @property
+    def by_expert(self) -> tuple[torch.Tensor, ...]:
+        return self.gate_up, self.down
+
+    @property
     def hidden_size(self) -> int:
         return self.down.shape[1]
 

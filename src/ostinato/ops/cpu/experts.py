@@ -43,6 +43,10 @@ class ExpertWeights:
         return self.down.words.shape[0]
 
     @property
+    def by_expert(self) -> tuple[torch.Tensor, ...]:
+        return self.gate_up.words, self.down.words
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.down.dtype
 
