@@ -126,6 +126,20 @@ def test_no_http_at_all(server: Server) -> None:
     connection.close()
 
 
+@pytest.mark.usefixtures("undisturbed")
+@pytest.mark.parametrize("line", [b"x-one: " + b"a" * 2_000_000, b"x: y\r\n" * 300_000], ids=["long", "many"])
+def test_an_endless_head(server: Server, line: bytes) -> None:
+    """Refused, or cut off amid it; never kept."""
+    connection = server.connect()
+    try:
+        connection.sendall(JSON_HEAD + line)
+        answer = connection.recv(1 << 16)
+    except (BrokenPipeError, ConnectionResetError):
+        answer = b""
+    assert not answer or b" 400 " in answer
+    connection.close()
+
+
 def test_a_slow_reader_gets_it_all(server: Server, rig: Any, long_answer: str) -> None:
     """It reads nothing while another stream runs from start to end, then everything."""
     slow = server.send_request("/v1/completions", LONG)

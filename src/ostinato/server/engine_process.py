@@ -74,8 +74,10 @@ def main() -> int:
         engine = _launch(launch, send)
         if engine is None:
             return LAUNCH_REFUSED
-        _Loop(engine, commands, send).run()
-        engine.close()
+        try:
+            _Loop(engine, commands, send).run()
+        finally:
+            engine.close()
         return 0
     finally:
         context.destroy(linger=1000)
@@ -107,7 +109,7 @@ def _info(engine: Engine) -> EngineInfo:
         context_length=limits.context_length,
         total_tokens=limits.total_tokens,
         page_size=limits.page_size,
-        max_running_requests=engine.config.max_running_requests,
+        max_running_requests=engine.config.max_running_requests * engine.config.dp_size,
         backend=stats["backend"],
         ops=stats["ops"],
         threads=stats["threads"],
@@ -193,7 +195,9 @@ class _Loop:
     def _step(self) -> None:
         try:
             deltas = self._engine.step_deltas()
-        except Exception:  # the step's requests have ended with reason "error"; their owners hear of it now
+        except Exception:
+            # The step's requests have ended with reason "error", and their owners hear of it now. An engine that cannot
+            # go on at all raises again, and with it this process ends.
             traceback.print_exc()
             deltas = self._engine.step_deltas()
         if deltas:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from ostinato.config import EngineConfig, ServerConfig
 from ostinato.errors import ConfigError
 from ostinato.server.app import build_app
+from ostinato.server.connection import BoundedHttp
 from ostinato.server.service import Service
 
 ENGINE_LOST = 1
@@ -67,7 +68,7 @@ async def _run(app: ASGIApp, service: Service, options: ServerConfig, listener: 
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttp,
             ws="none",
             lifespan="on",
             log_config=None,

@@ -1,0 +1,54 @@
+"""Connections with bounds on a request's head, which uvicorn leaves open: its size, and the time until it is there.
+
+Knows nothing of what is asked. Invariant: before a head is complete, a client costs one connection, at most
+`MAX_HEAD_BYTES` and one read of memory, for at most `HEAD_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 60.0
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol; a head that is too long is answered 400, one that does not come closes the connection."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of the request is over {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
