@@ -26,7 +26,7 @@ CHECKS = [
     checks.unsupported_method,
 ]
 FEW = 3
-EXAMPLES = 150
+EXAMPLES = 80
 
 
 @pytest.fixture(scope="module")
