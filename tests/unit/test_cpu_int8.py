@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import silu
 
 from ostinato.errors import ConfigError
+from ostinato.ops.cpu.int8 import GROUP
 from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.opset import NumbaOps, open_numba_ops
 
@@ -33,19 +34,29 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def groups_of(x: torch.Tensor) -> torch.Tensor:
+    """[N, groups, 64] of rows, the last group filled up with zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+
+
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers (float64) and fp32 scales [N, 1] of rows; the reference of both quantisers."""
-    most = x.float().abs().amax(1, keepdim=True)
+    """Integers (float64) [N, groups, 64] and fp32 scales [N, groups] of rows, as the kernel defines them."""
+    grouped = groups_of(x.float())
+    most = grouped.abs().amax(2, keepdim=True)
     inverse = torch.where(most > 0, torch.full_like(most, 127.0) / most, 0.0)
-    return (x.float() * inverse).clamp(-127.0, 127.0).round().double(), most / 127.0
+    return (grouped * inverse).clamp(-127.0, 127.0).round().double(), (most / 127.0)[:, :, 0]
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The product as it is defined: the weight's integers by division, the row's by the inverse."""
-    rows, row_scale = quantised(x)
+    """The product as it is defined: exact sums of each group, scaled and added up by fused multiply-adds."""
+    rows, row_scales = quantised(x)
     scale = weight.float().abs().amax(1) / 127.0
     whole = torch.where(scale[:, None] > 0, weight.float() / scale[:, None], 0.0).round().double()
-    return (rows @ whole.T).float() * scale * row_scale
+    total = torch.zeros(len(x), len(weight))
+    for g, ours in enumerate(groups_of(whole).unbind(1)):
+        exact = rows[:, g] @ ours.T
+        total = (exact * row_scales[:, g : g + 1].double() + total.double()).float()
+    return total * scale
 
 
 def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
@@ -55,7 +66,8 @@ def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "outputs", "columns"), [(1, 1, 1), (3, 33, 7), (5, 64, 130), (13, 70, 64), (30, 40, 1030)]
+    ("rows", "outputs", "columns"),
+    [(1, 1, 1), (3, 33, 7), (5, 64, 130), (13, 70, 64), (30, 40, 1030), (4, 32, 384)],
 )
 def test_products(isa: str, dtype: torch.dtype, rows: int, outputs: int, columns: int) -> None:
     """The integer sum is exact; the two scales multiply it in the stated order."""

@@ -17,7 +17,8 @@ from ostinato.ops.cpu.linear import activation_dtype, check_rows, stride_bytes
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
-from ostinato.ops.cpu.tiles import PANEL, TILE_ARGUMENTS, tile_function
+from ostinato.ops.cpu.tile_choice import tile_function
+from ostinato.ops.cpu.tiles import PANEL, TILE_ARGUMENTS
 from ostinato.ops.opset import PackedExperts
 
 

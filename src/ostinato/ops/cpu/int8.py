@@ -1,16 +1,17 @@
-"""int8 products: weights quantised per output, rows per row, summed exactly, scaled in fp32.
+"""int8 values: weights quantised per output, rows per row and group of 64 values of K, and their exact sums.
 
-A weight is q * scale with q in [-127, 127], rounded to nearest. A row becomes bytes u = q + 128 (dot-product
-instructions want one side unsigned) and its scale behind them; the panel holds, behind its words, every
-output's scale and 128 * the sum of its q, which takes the offset out again. Knows nothing of layers.
-Invariant: the integer sum is exact, so every instruction path gives the same bits.
+A weight is scale * q with q in [-127, 127], rounded to nearest, kept as the byte q + 128 (dot-product instructions
+want one side unsigned). A row is scale * q in each group, signed, so that an outlier costs its own group its
+precision and no other; behind it lie, for each group, the scale and what takes the 128 out again. Knows nothing of
+layers or tiles. Invariant: the integer sum of a group is exact, so every instruction path gives the same bits.
 
-    panel   words [ceil(K / 4), 32]  scales fp32 [32]  offsets int32 [32]
-    row     bytes [4 * ceil(K / 4)]  scale fp32
+    panel   words [ceil(K / 4), 32]   scales fp32 [32]
+    row     bytes [ceil(K / 64), 64]   groups [ceil(K / 64)] of: scale fp32, -128 * sum of q int32
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,87 +19,93 @@ from llvmlite import ir
 
 from ostinato.ops.cpu.epilogue import EpilogueEmitter
 from ostinato.ops.cpu.jit import intrinsic, types
-from ostinato.ops.cpu.vector_ir import I8, I32, LANES, VF, VI, Lanes, Value
+from ostinato.ops.cpu.vector_ir import F32, I8, I32, I64, LANES, VI, Lanes, Value
 
-TRAILER_WORDS = 2  # of a panel, behind its words: scales, offsets
+GROUP = 64  # values of K that share a row's scale
+GROUP_BYTES = 8  # of a row's trailer, for each group
+TRAILER_WORDS = 1  # of a panel, behind its words: scales
 _LEVELS = 127.0
 _ZERO = 128
+_LEAST = 1e-30  # a group with nothing larger counts as zero; its inverse scale would be infinite
 _ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer, ties to even, in the low bits
 _ROUND_BITS = 0x4B400000
 
 
+def row_bytes(columns: int) -> int:
+    """Bytes of a quantised row."""
+    return -(-columns // GROUP) * (GROUP + GROUP_BYTES)
+
+
 def quantise_weight(weight: torch.Tensor) -> torch.Tensor:
-    """int32 [N, words + 2] of `weight` [N, K]: 4 values a word, the scale's bits, and the offset."""
+    """int32 [N, words + 1] of `weight` [N, K]: 4 values a word, and the scale's bits."""
     wide = weight.float()
     scale = wide.abs().amax(1, keepdim=True) / _LEVELS
-    q = torch.where(scale > 0, wide / scale, 0.0).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
+    q = torch.where(scale > 0, wide / scale, 0.0).round_().clamp_(-_LEVELS, _LEVELS)
+    q = q.add_(_ZERO).to(torch.uint8)
     padded = torch.nn.functional.pad(q, (0, -q.shape[1] % 4)).contiguous()
-    offset = _ZERO * q.sum(1, keepdim=True, dtype=torch.int32)
-    return torch.cat([padded.view(torch.int32), scale.view(torch.int32), offset], dim=1)
+    return torch.cat([padded.view(torch.int32), scale.view(torch.int32)], dim=1)
 
 
 def dot_vnni(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
-    """vpdpbusd: four products of a byte of the row and one of the panel, added exactly."""
-    return lanes.call("llvm.x86.avx512.vpdpbusd.512", VI, total, lanes.splat(word), panel)
+    """vpdpbusd: four products of a byte of the panel and one of the row, added exactly."""
+    return lanes.call("llvm.x86.avx512.vpdpbusd.512", VI, total, panel, lanes.splat(word))
 
 
 def dot_portable(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
     """The same sum by integer multiply-adds."""
     b = lanes.b
     for byte in range(4):
-        weight = b.ashr(b.shl(panel, lanes.ints(24 - 8 * byte)), lanes.ints(24))
-        value = b.and_(b.lshr(word, ir.Constant(I32, 8 * byte)), ir.Constant(I32, 255))
+        weight = b.and_(b.lshr(panel, lanes.ints(8 * byte)), lanes.ints(255))
+        value = b.ashr(b.shl(word, ir.Constant(I32, 24 - 8 * byte)), ir.Constant(I32, 24))
         total = b.add(total, b.mul(weight, lanes.splat(value)))
     return total
 
 
-def rescale(lanes: Lanes, total: Value, panel_end: Value, row_end: Value) -> Value:
-    """fp32 of an integer sum; the addresses are those of 16 scales of the panel, and of the row's scale."""
+def _quantise_group(lanes: Lanes, values: list[Value], target: Value, trailer: Value) -> None:
+    """Bytes of a group at `target`, scale and offset at `trailer`; `values` are its vectors of 16.
+
+    The scale is NaN where the group holds NaN: the bits of absolute values, read as integers, are in their order
+    with NaN on top.
+    """
     b = lanes.b
-    exact = b.sub(total, lanes.load(lanes.at(panel_end, 128), VI, 64))
-    scaled = b.fmul(b.sitofp(exact, VF), lanes.load(panel_end, VF, 64))
-    return b.fmul(scaled, lanes.splat(lanes.load(row_end, ir.FloatType(), 4)))
 
+    def larger(x: Value, y: Value) -> Value:
+        return b.select(b.icmp_signed(">", x, y), x, y)
 
-def _scale_of(lanes: Lanes, emitter: EpilogueEmitter, source: Value, columns: Value, fp32: bool) -> Value:
-    """Largest absolute value of a row in every lane; NaN when the row holds one."""
-    b = lanes.b
-    blocks = b.sdiv(lanes.at(columns, LANES - 1), lanes.i64(LANES))
-
-    def visit(j: Value, carried: list[Value]) -> list[Value]:
-        offset = lanes.times(j, LANES * (4 if fp32 else 2))
-        mask = lanes.lanes_below(b.sub(columns, lanes.times(j, LANES)))
-        value = emitter.read(lanes.at(source, offset), fp32, mask)
-        size = b.bitcast(b.and_(b.bitcast(value, VI), lanes.ints(0x7FFFFFFF)), VF)
-        nan = b.select(b.fcmp_unordered("uno", value, value), lanes.ints(1), lanes.ints(0))
-        return [lanes.max(size, carried[0]), b.or_(carried[1], nan)]
-
-    most, nan = lanes.loop(blocks, [lanes.floats(0.0), lanes.ints(0)], visit)
-    most, nan = lanes.max_lanes(most), lanes.fold(nan, b.or_)
-    return b.select(b.icmp_signed("!=", nan, lanes.ints(0)), lanes.floats(float("nan")), most)
+    sizes = [b.and_(b.bitcast(value, VI), lanes.ints(0x7FFFFFFF)) for value in values]
+    most = b.bitcast(lanes.first_lane(lanes.fold(functools.reduce(larger, sizes), larger)), F32)
+    levels = ir.Constant(F32, _LEVELS)
+    counts = b.fcmp_ordered(">", most, ir.Constant(F32, _LEAST))
+    inverse = lanes.splat(b.select(counts, b.fdiv(levels, most), ir.Constant(F32, 0.0)))
+    total = lanes.ints(0)
+    for j, value in enumerate(values):
+        shifted = b.fadd(b.fmul(value, inverse), lanes.floats(_ROUND))
+        number = b.sub(b.bitcast(shifted, VI), lanes.ints(_ROUND_BITS))
+        total = b.add(total, number)
+        lanes.store(b.trunc(number, ir.VectorType(I8, LANES)), lanes.at(target, LANES * j), 1)
+    lanes.store(b.fdiv(most, levels), trailer, 4)
+    offset = b.mul(lanes.first_lane(lanes.fold(total, b.add)), ir.Constant(I32, -_ZERO))
+    lanes.store(offset, lanes.at(trailer, 4), 4)
 
 
 def _quantise(lanes: Lanes, source: Value, target: Value, columns: Value, *, fp32: bool) -> None:
-    b, emitter = lanes.b, EpilogueEmitter(lanes)
-    most = _scale_of(lanes, emitter, source, columns, fp32)
-    some = b.fcmp_ordered(">", most, lanes.floats(0.0))
-    inverse = b.select(some, b.fdiv(lanes.floats(_LEVELS), most), lanes.floats(0.0))
-    blocks = b.sdiv(lanes.at(columns, LANES - 1), lanes.i64(LANES))
+    """Whole groups, then the one that is left with zeros behind its values."""
+    b, emitter, size = lanes.b, EpilogueEmitter(lanes), 4 if fp32 else 2
+    whole = b.sdiv(columns, lanes.i64(GROUP))
+    left = b.sub(columns, lanes.times(whole, GROUP))
+    some = b.zext(b.icmp_signed(">", left, lanes.i64(0)), I64)
+    trailers = lanes.at(target, lanes.times(b.add(whole, some), GROUP))
 
-    def visit(j: Value) -> None:
-        offset = lanes.times(j, LANES * (4 if fp32 else 2))
-        mask = lanes.lanes_below(b.sub(columns, lanes.times(j, LANES)))
-        value = b.fmul(emitter.read(lanes.at(source, offset), fp32, mask), inverse)
-        value = b.select(b.fcmp_ordered("<", value, lanes.floats(_LEVELS)), value, lanes.floats(_LEVELS))
-        value = b.select(b.fcmp_ordered(">", value, lanes.floats(-_LEVELS)), value, lanes.floats(-_LEVELS))
-        bits = b.bitcast(b.fadd(value, lanes.floats(_ROUND)), VI)
-        number = b.add(b.sub(bits, lanes.ints(_ROUND_BITS)), lanes.ints(_ZERO))
-        lanes.store(b.trunc(number, ir.VectorType(I8, LANES)), lanes.at(target, lanes.times(j, LANES)), 1)
+    def group(g: Value, masks: list[Value | None]) -> None:
+        at = lanes.at(source, lanes.times(g, size * GROUP))
+        values = [emitter.read(lanes.at(at, size * LANES * j), fp32, mask) for j, mask in enumerate(masks)]
+        trailer = lanes.at(trailers, lanes.times(g, GROUP_BYTES))
+        _quantise_group(lanes, values, lanes.at(target, lanes.times(g, GROUP)), trailer)
 
-    lanes.each(blocks, visit)
-    scale = b.fdiv(most, lanes.floats(_LEVELS))
-    words = lanes.times(b.sdiv(lanes.at(columns, 3), lanes.i64(4)), 4)
-    lanes.store(lanes.first_lane(scale), lanes.at(target, words), 4)
+    vectors = range(GROUP // LANES)
+    lanes.each(whole, lambda g: group(g, [None for _ in vectors]))
+    masks = [lanes.lanes_below(b.sub(left, lanes.i64(LANES * j))) for j in vectors]
+    lanes.each(some, lambda g: group(whole, [*masks]))
 
 
 def _quantise_intrinsic(fp32: bool) -> Any:
@@ -118,10 +125,10 @@ _emit_fp32 = _quantise_intrinsic(True)
 
 
 def quantise_bf16_row(source: int, target: int, columns: int) -> None:
-    """Bytes and scale of a row of bf16; up to 16 bytes behind the bytes are scratch until the scale is there."""
+    """Bytes, scales and offsets of a row of bf16."""
     _emit_bf16(source, target, columns)
 
 
 def quantise_fp32_row(source: int, target: int, columns: int) -> None:
-    """Bytes and scale of a row of fp32."""
+    """Bytes, scales and offsets of a row of fp32."""
     _emit_fp32(source, target, columns)

@@ -16,7 +16,8 @@ from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, RowFunction, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
-from ostinato.ops.cpu.tiles import TILE_ARGUMENTS, tile_function
+from ostinato.ops.cpu.tile_choice import tile_function
+from ostinato.ops.cpu.tiles import TILE_ARGUMENTS
 from ostinato.ops.opset import PackedLinear
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.ops.cpu.huge_pages import mapped_zeros
-from ostinato.ops.cpu.int8 import TRAILER_WORDS, quantise_weight
+from ostinato.ops.cpu.int8 import TRAILER_WORDS, quantise_weight, row_bytes
 from ostinato.ops.cpu.launch import (
     COUNTER,
     FIRST_FIELD,
@@ -66,9 +66,8 @@ class Panels:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row that a product with these weights reads (and, of int8, what quantising overwrites)."""
-        size = self.columns * self.dtype.itemsize
-        return size + 32 if self.dtype == torch.int8 else size
+        """Bytes of a row that a product with these weights reads."""
+        return row_bytes(self.columns) if self.dtype == torch.int8 else self.columns * self.dtype.itemsize
 
     @property
     def matrix_bytes(self) -> int:

@@ -9,38 +9,22 @@ rows in the tile, so a row's bits do not depend on the rows beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from llvmlite import ir
 
-from ostinato.ops.cpu.int8 import dot_portable, dot_vnni, rescale
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, Isa, select_isa
+from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, select_isa
 from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import F32, I16, I32, I64, VB32, VF, VI, Lanes, Value
 
 PANEL = 32  # columns of a panel
-_VECTORS = 2  # vectors of 16 lanes across a panel
+VECTORS = 2  # vectors of 16 lanes across a panel
 STEP_BYTES = 4 * PANEL  # of a panel, per step of K: 2 bf16, 1 fp32 or 4 int8 values a column
 TILE_ARGUMENTS = 8
 _CROWDED = 16  # sums beyond which LLVM must be kept from loading words early and spilling sums for them
 
 # A step adds one 4-byte word of each row (2 bf16, 1 fp32, 4 int8) times the panel's words to the sums.
 Step = Callable[[Lanes, Value, Value, Value], Value]  # lanes, sum, panel words, row word -> sum
-
-
-@dataclass(frozen=True, slots=True)
-class TileKind:
-    """How words are multiplied; int8 sums are integers, rescaled at the end."""
-
-    step: Step
-    integer: bool = False
-
-    @property
-    def sums(self) -> Any:
-        """The type of 16 sums."""
-        return VI if self.integer else VF
 
 
 def bf16_dot(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
@@ -69,10 +53,10 @@ def fp32_step(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
 class TileEmitter:
     """Emits one kind of tile: all row counts behind one switch."""
 
-    def __init__(self, lanes: Lanes, most_rows: int, kind: TileKind) -> None:
+    def __init__(self, lanes: Lanes, most_rows: int, step: Step) -> None:
         self.lanes = lanes
         self.most_rows = most_rows
-        self.kind = kind
+        self.step = step
 
     def emit(self, count: Value, args: list[Value]) -> None:
         """Arguments: address of `count` row addresses; panel; whole steps; 1 when one bf16 is left after them;
@@ -86,11 +70,11 @@ class TileEmitter:
             block = b.append_basic_block(f"tile_{n}")
             choice.add_case(ir.Constant(I64, n), block)
             b.position_at_end(block)
-            self._tile(n, *args)
+            self.tile(n, *args)
             b.branch(done)
         b.position_at_end(done)
 
-    def _tile(
+    def tile(
         self,
         n: int,
         rows: Value,
@@ -101,20 +85,13 @@ class TileEmitter:
         ahead: Value,
         stride: Value,
     ) -> None:
+        """One row count; the arguments are those of `emit`."""
         lanes = self.lanes
-        addresses = [lanes.load(lanes.at(rows, 8 * r), I64, 8) for r in range(n)]
-        zero = lanes.ints(0) if self.kind.integer else lanes.floats(0.0)
-        zeros = [zero] * (n * _VECTORS)
-
-        def step(k: Value, sums: list[Value]) -> list[Value]:
-            at = lanes.at(panel, lanes.times(k, STEP_BYTES))
-            asked = lanes.at(ahead, lanes.b.mul(k, stride))
-            for line in range(0, STEP_BYTES, 64):
-                lanes.prefetch(lanes.at(asked, line))
-            offset = lanes.times(k, 4)
-            return self._add(at, lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums)
-
-        sums = lanes.loop(steps, zeros, step)
+        addresses = self.addresses(n, rows)
+        zeros = [lanes.floats(0.0)] * (n * VECTORS)
+        sums = lanes.loop(
+            steps, zeros, lambda k, sums: self.whole_step(k, addresses, panel, ahead, stride, sums)
+        )
 
         def rest(k: Value, sums: list[Value]) -> list[Value]:
             at = lanes.at(panel, lanes.times(steps, STEP_BYTES))
@@ -125,32 +102,46 @@ class TileEmitter:
 
             return self._add(at, word, sums)
 
-        if not self.kind.integer:
-            sums = lanes.loop(odd, sums, rest)
+        sums = lanes.loop(odd, sums, rest)
         for i, total in enumerate(sums):
-            if self.kind.integer:
-                end = lanes.at(panel, lanes.times(steps, STEP_BYTES), 64 * (i % _VECTORS))
-                row_end = lanes.at(addresses[i // _VECTORS], lanes.times(steps, 4))
-                total = rescale(lanes, total, end, row_end)
             lanes.store(total, lanes.at(out, 64 * i), 64)
+
+    def addresses(self, n: int, rows: Value) -> list[Value]:
+        """Row addresses, from the address of the first of them."""
+        lanes = self.lanes
+        return [lanes.load(lanes.at(rows, 8 * r), I64, 8) for r in range(n)]
+
+    def whole_step(
+        self, k: Value, addresses: list[Value], panel: Value, ahead: Value, stride: Value, sums: list[Value]
+    ) -> list[Value]:
+        """Sums with the k-th words added; asks memory for what `ahead` and `stride` say."""
+        lanes = self.lanes
+        asked = lanes.at(ahead, lanes.b.mul(k, stride))
+        for line in range(0, STEP_BYTES, 64):
+            lanes.prefetch(lanes.at(asked, line))
+        offset = lanes.times(k, 4)
+        at = lanes.at(panel, lanes.times(k, STEP_BYTES))
+        return self._add(at, lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums)
 
     def _add(self, panel: Value, word: Callable[[int], Value], sums: list[Value]) -> list[Value]:
         """One step: a row's word is loaded just before its use, so that the sums keep their registers."""
         lanes = self.lanes
-        columns = [lanes.load(lanes.at(panel, 64 * j), VI, 64) for j in range(_VECTORS)]
+        columns = [lanes.load(lanes.at(panel, 64 * j), VI, 64) for j in range(VECTORS)]
         added = []
-        for row in range(len(sums) // _VECTORS):
+        for row in range(len(sums) // VECTORS):
             value = word(row)
-            mine = sums[row * _VECTORS : (row + 1) * _VECTORS]
-            mine = [self.kind.step(lanes, total, columns[j], value) for j, total in enumerate(mine)]
+            mine = sums[row * VECTORS : (row + 1) * VECTORS]
+            mine = [self.step(lanes, total, columns[j], value) for j, total in enumerate(mine)]
             if len(sums) > _CROWDED:
-                fence = ir.FunctionType(self.kind.sums, [self.kind.sums])
+                fence = ir.FunctionType(sums[0].type, [sums[0].type])
                 mine = [lanes.b.asm(fence, "", "=v,0,~{memory}", [m], side_effect=True) for m in mine]
             added += mine
         return added
 
 
-def _tile_intrinsic(kind: TileKind, isa_name: str) -> Any:
+def tile_intrinsic(emitter: type[TileEmitter], step: Step, isa_name: str) -> Any:
+    """A Numba intrinsic of eight int64 that runs the tiles of an emitter on an instruction path."""
+
     @intrinsic
     def tile(
         typing_context: Any,
@@ -165,8 +156,7 @@ def _tile_intrinsic(kind: TileKind, isa_name: str) -> Any:
     ) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, count, *rest = args
-            emitter = TileEmitter(Lanes(builder), select_isa(isa_name).tile_rows, kind)
-            emitter.emit(count, [rows, *rest])
+            emitter(Lanes(builder), select_isa(isa_name).tile_rows, step).emit(count, [rows, *rest])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * TILE_ARGUMENTS), emit
@@ -174,11 +164,9 @@ def _tile_intrinsic(kind: TileKind, isa_name: str) -> Any:
     return tile
 
 
-_emit_bf16_dot = _tile_intrinsic(TileKind(bf16_dot), AVX512_BF16)
-_emit_bf16_portable = _tile_intrinsic(TileKind(bf16_portable), PORTABLE)
-_emit_fp32 = _tile_intrinsic(TileKind(fp32_step), PORTABLE)
-_emit_int8_dot = _tile_intrinsic(TileKind(dot_vnni, integer=True), AVX512_BF16)
-_emit_int8_portable = _tile_intrinsic(TileKind(dot_portable, integer=True), PORTABLE)
+_emit_bf16_dot = tile_intrinsic(TileEmitter, bf16_dot, AVX512_BF16)
+_emit_bf16_portable = tile_intrinsic(TileEmitter, bf16_portable, PORTABLE)
+_emit_fp32 = tile_intrinsic(TileEmitter, fp32_step, PORTABLE)
 
 
 def tile_bf16_dot(
@@ -202,28 +190,4 @@ def tile_fp32(
     _emit_fp32(rows, count, panel, steps, odd, out, ahead, stride)
 
 
-def tile_int8_dot(
-    rows: int, count: int, panel: int, steps: int, odd: int, out: int, ahead: int, stride: int
-) -> None:
-    """Quantised rows and int8 panel, by dot-product instructions."""
-    _emit_int8_dot(rows, count, panel, steps, odd, out, ahead, stride)
-
-
-def tile_int8_portable(
-    rows: int, count: int, panel: int, steps: int, odd: int, out: int, ahead: int, stride: int
-) -> None:
-    """Quantised rows and int8 panel, by integer multiply-adds."""
-    _emit_int8_portable(rows, count, panel, steps, odd, out, ahead, stride)
-
-
 TileFunction = Callable[[int, int, int, int, int, int, int, int], None]
-
-
-def tile_function(dtype: torch.dtype, isa: Isa) -> TileFunction:
-    """The tile for weights of `dtype`: rows of the same, or quantised rows for int8."""
-    if dtype == torch.int8:
-        return tile_int8_dot if isa.dot_products else tile_int8_portable
-    if dtype == torch.float32:
-        return tile_fp32
-    assert dtype == torch.bfloat16, dtype
-    return tile_bf16_dot if isa.dot_products else tile_bf16_portable
