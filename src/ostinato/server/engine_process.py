@@ -29,7 +29,7 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.front import open_engine
 from ostinato.engine.progress import bars
 from ostinato.engine.request import SamplingParams
-from ostinato.errors import OstinatoError, RequestError
+from ostinato.errors import OstinatoError, ParallelError, RequestError
 from ostinato.server.messages import (
     Abort,
     Command,
@@ -141,13 +141,12 @@ class _Loop:
             waiting.register(socket, zmq.POLLIN)
         try:
             while not self._stopped:
-                if self._engine.has_work:
-                    self._take_all()
-                    self._step()
-                else:
+                if not self._engine.has_work:
                     self._send(Stats(self._engine.stats()))
                     waiting.poll()
-                    self._take_all()
+                self._take_all()
+                if self._engine.has_work and not self._stopped:
+                    self._step()
         finally:
             self._compiler.shutdown(cancel_futures=True)
 
@@ -161,7 +160,11 @@ class _Loop:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
-            form = SamplingParams(**command.params).form
+            try:
+                form = SamplingParams(**command.params).form
+            except RequestError as error:
+                self._send(Refused(command.request_id, str(error)))
+                return
             if form is None or self._engine.grammars.known(form):
                 self._submit(command)
             else:
@@ -176,9 +179,13 @@ class _Loop:
 
     def _compile(self, request_id: str, form: StructuredOutputs) -> None:
         """On the compiler's thread, so that no step waits for a grammar. What fails is told by `submit`."""
-        with contextlib.suppress(RequestError):
+        try:
             self._engine.grammars.compile(form)
-        self._report.send(request_id.encode())
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                traceback.print_exc()
+        finally:
+            self._report.send(request_id.encode())
 
     def _submit(self, command: Submit) -> None:
         try:
@@ -191,6 +198,13 @@ class _Loop:
             )
         except RequestError as error:
             self._send(Refused(command.request_id, str(error)))
+        except ParallelError:
+            raise
+        except Exception:  # one request that cannot be taken, for whatever reason, ends no other
+            traceback.print_exc()
+            self._send(
+                Refused(command.request_id, "the engine could not take this request; its log tells more")
+            )
 
     def _step(self) -> None:
         try:
