@@ -339,6 +339,24 @@ def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, A
     return options
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedRank:
+    """This process among those that torchrun started: its rank, their number, and the address they meet at."""
+
+    rank: int
+    size: int
+    address: str
+
+
+def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
+    """What torchrun says in RANK, WORLD_SIZE and MASTER_ADDR; None for a process that it did not start, or alone."""
+    env = os.environ if environ is None else environ
+    if not all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return None
+    found = LaunchedRank(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"])
+    return found if found.size > 1 else None
+
+
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Where fetched models live: OSTINATO_CACHE_DIR, else `ostinato` in XDG_CACHE_HOME or `~/.cache`."""
     env = os.environ if environ is None else environ

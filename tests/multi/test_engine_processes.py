@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -147,3 +148,29 @@ def _step_until_error(engine: object) -> None:
     engine.submit(PROMPTS[0], GREEDY)
     for _ in range(100):
         engine.step()
+
+
+def _torchrun(node: int, port: int, *options: str) -> subprocess.Popen[str]:
+    """One of two machines, as far as torchrun can tell; they have their network in common, nothing else is used."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += ["-m", "ostinato", "generate", PROMPTS[0], "--temperature", "0", "--max-tokens", "6"]
+    command += ["--threads", "1", "--transport", "gloo", *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_torchrun_across_machines() -> None:
+    with LLM(progress=False, threads=1) as llm:
+        expected = llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [_torchrun(node, port, "--dp", "2") for node in (0, 1)]
+    try:
+        results = [node.communicate(timeout=PATIENCE_S) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], results
+    assert results[0][0].strip() == expected.strip(), "rank 0 answers"
+    assert results[1][0] == "", "the others do not"

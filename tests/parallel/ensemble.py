@@ -16,7 +16,6 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.front import FrontEngine
 from ostinato.engine.rank import follow
 from ostinato.engine.request import RequestOutput, SamplingParams
-from ostinato.engine.rounds import Round
 from ostinato.parallel.collectives import Group, SingleGroup
 from ostinato.parallel.rendezvous import World
 from ostinato.parallel.shm import ShmGroup, Watchdog, create_memory, map_memory
@@ -102,9 +101,9 @@ def ensemble(layout: Topology, **options: Any) -> Iterator[Ensemble]:
         front = FrontEngine(config, lambda *args: None, everybody[0])
         yield Ensemble(front, [front, *engines], errors)
     finally:
-        if front is not None and not front._broken:
-            front._courier.lead(Round("stop"))
-        elif front is None:
+        if front is not None:
+            front.close()
+        else:
             everybody[0].fail()
         for thread in threads:
             thread.join(60)

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from ostinato.config import EngineConfig, cache_dir, environment_options, parse_bytes
+from ostinato.config import (
+    EngineConfig,
+    LaunchedRank,
+    cache_dir,
+    environment_options,
+    launched_rank,
+    parse_bytes,
+)
 from ostinato.errors import ConfigError
 
 
@@ -150,3 +157,11 @@ def test_every_option_has_help_and_a_check() -> None:
 def test_config_does_not_import_torch() -> None:
     code = "import sys, ostinato.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_that_torchrun_starts() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
+    assert launched_rank(env) == LaunchedRank(1, 4, "10.0.0.7")
+    assert launched_rank(env | {"WORLD_SIZE": "1"}) is None
+    assert launched_rank({}) is None
+    assert launched_rank({name: value for name, value in env.items() if name != "MASTER_PORT"}) is None

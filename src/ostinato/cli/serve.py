@@ -11,7 +11,7 @@ import typer
 
 from ostinato.cli.flags import engine_flags, server_flags
 from ostinato.cli.generate import MODEL_HELP
-from ostinato.config import EngineConfig, ServerConfig
+from ostinato.config import EngineConfig, ServerConfig, launched_rank
 
 
 @engine_flags
@@ -39,6 +39,12 @@ def serve(
         cors_origins=tuple(cors_origin) if cors_origin else None,
         **server,
     )
+    launched = launched_rank()
+    if launched is not None and launched.rank:
+        # One rank listens; the others serve it, and end here with it.
+        from ostinato.engine.llm import LLM
+
+        LLM(config=config)
     from ostinato.server import run
 
     raise typer.Exit(run.serve(config, options))

@@ -15,18 +15,20 @@ from collections.abc import Sequence as TokenIds
 from typing import Any, Literal
 
 import torch
+from torch.distributed.rendezvous import rendezvous
 
-from ostinato.config import EngineConfig
+from ostinato.config import EngineConfig, LaunchedRank, launched_rank
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.engine import Engine
 from ostinato.engine.progress import Report
-from ostinato.engine.ranks import RankProcesses, meet, own_threads
+from ostinato.engine.rank import run_rank
+from ostinato.engine.ranks import LOCALHOST, RankProcesses, meet, own_threads
 from ostinato.engine.remote import RemoteRequest
 from ostinato.engine.request import Request, RequestOutput, SamplingParams
 from ostinato.engine.rounds import Courier, News, Round, Submit, accepted, params_as_dict
 from ostinato.engine.router import Router
-from ostinato.errors import ParallelError
-from ostinato.parallel.rendezvous import World
+from ostinato.errors import ConfigError, ParallelError
+from ostinato.parallel.rendezvous import World, join
 from ostinato.parallel.shm import Watchdog
 from ostinato.parallel.topology import Topology
 
@@ -34,9 +36,15 @@ from ostinato.parallel.topology import Topology
 def open_engine(config: EngineConfig, report: Report) -> Engine:
     """The engine that `config` asks for: in this process alone, or over several. Close it when it is done with.
 
-    Raises ConfigError for a layout that cannot be, ModelError for a checkpoint that cannot be loaded in it.
+    Under torchrun its processes are the ranks: on rank 0 this returns, on the others it serves rank 0 and then ends the
+    process (SystemExit). Raises ConfigError for a layout that cannot be, ModelError for a checkpoint that cannot be
+    loaded in it.
     """
-    topology = Topology.of(tp=config.tp_size, dp=config.dp_size, ep=config.ep_size)
+    launched = launched_rank()
+    size = config.tp_size if launched is None or config.tp_size is not None else launched.size
+    topology = Topology.of(tp=size, dp=config.dp_size, ep=config.ep_size)
+    if launched is not None:
+        return _open_launched(config, report, topology, launched)
     if topology.tp == 1:
         return Engine(config, report)
     shared = config.replace(threads=own_threads(config, topology, os.cpu_count() or 1))
@@ -48,6 +56,28 @@ def open_engine(config: EngineConfig, report: Report) -> Engine:
     except BaseException:
         processes.kill()
         raise
+
+
+def _open_launched(
+    config: EngineConfig, report: Report, topology: Topology, launched: LaunchedRank
+) -> Engine:
+    if topology.tp != launched.size:
+        raise ConfigError(
+            f"torchrun started {launched.size} ranks, tp is {topology.tp}; start as many, or leave tp out"
+        )
+    store, _, _ = next(rendezvous("env://"))
+    watchdog = Watchdog(float(config.rank_timeout))
+    local = launched.address in ("127.0.0.1", "localhost", "::1")
+    world = join(
+        topology.at(launched.rank),
+        store,
+        watchdog,
+        transport=config.transport,
+        host=LOCALHOST if local else None,
+    )
+    if launched.rank:
+        raise SystemExit(run_rank(world.topology, config, world))
+    return FrontEngine(config, report, world)
 
 
 class FrontEngine(Engine):
@@ -193,12 +223,13 @@ class FrontEngine(Engine):
 
     def close(self) -> None:
         """Stop all ranks and give their memory back."""
-        if self._processes is None or self._broken == "closed":
+        if self._broken == "closed":
             return
         if not self._broken:
             self._courier.lead(Round("stop"))
         self._broken = "closed"
-        self._processes.wait()
+        if self._processes is not None:
+            self._processes.wait()
         self.world.close()
 
     def _forget(self, name: str) -> None:
