@@ -111,8 +111,8 @@ class Exposition(Collector):
         yield self._counter(
             "num_preemptions", "Sequences sent back to the queue", {(): scheduler.get("retractions", 0)}
         )
-        prefix = "delayer_"
-        verdicts = {(k.removeprefix(prefix),): float(n) for k, n in scheduler.items() if k.startswith(prefix)}
+        delays = self._service.client.stats.get("prefill_delay") or {}
+        verdicts = {(reason,): float(number) for reason, number in delays.items()}
         yield self._counter("prefill_delayer", "Verdicts of the prefill delayer", verdicts, "verdict")
 
     def _steps(self, graph: dict[str, Any]) -> Iterator[Family]:
