@@ -194,6 +194,9 @@ def test_keys(strict: Server) -> None:
         )
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
+    paths = strict.get("/openapi.json").json()["paths"]
+    assert paths["/v1/completions"]["post"]["security"] == [{"key": []}]
+    assert paths["/health"]["get"]["security"] == []
     with strict.client(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
 

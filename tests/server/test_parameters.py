@@ -46,6 +46,33 @@ def test_null_is_the_default(server: Server, client: openai.OpenAI) -> None:
     given = server.post("/v1/completions", body).json()
     left_out = server.post("/v1/completions", {"prompt": PROMPT, "seed": 3}).json()
     assert given["choices"] == left_out["choices"]
+    chat = {"messages": MESSAGES, "seed": 3, "max_tokens": 8}
+    names = [name for name in server.schema("ChatCompletionRequest")["properties"] if name not in chat]
+    given = server.post("/v1/chat/completions", chat | dict.fromkeys(names)).json()
+    assert given["choices"] == server.post("/v1/chat/completions", chat).json()["choices"]
+
+
+def test_fields_that_mean_nothing_here_are_taken_when_they_ask_for_nothing(server: Server) -> None:
+    chat = {"messages": MESSAGES, "seed": 3, "max_tokens": 4}
+    neutral = {
+        "store": False,
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "metadata": {},
+        "functions": [],
+    }
+    assert server.post("/v1/chat/completions", chat | neutral).status_code == 200
+    asking = {
+        "store": True,
+        "service_tier": "flex",
+        "modalities": ["audio"],
+        "metadata": {"a": "b"},
+        "audio": {},
+    }
+    for name, value in asking.items():
+        answer = server.post("/v1/chat/completions", chat | {name: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith(name)
 
 
 def test_stop_string_ends_and_is_held_back(client: openai.OpenAI) -> None:

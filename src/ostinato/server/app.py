@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -20,7 +21,7 @@ from ostinato.config import EngineConfig, ServerConfig
 from ostinato.server import routes_generate, routes_info
 from ostinato.server.api_errors import ApiError, ClientGoneError, from_validation
 from ostinato.server.dashboard.routes import dashboard_router
-from ostinato.server.edge import Edge, ErrorResponse
+from ostinato.server.edge import Edge, ErrorResponse, is_open
 from ostinato.server.exposition import Exposition
 from ostinato.server.service import Service
 
@@ -50,6 +51,8 @@ def build_app(config: EngineConfig, options: ServerConfig) -> tuple[ASGIApp, Ser
         docs_url=None,
         redoc_url=None,
     )
+    if options.api_keys:
+        _tell_of_keys(app)
     app.state.service, app.state.exposition = service, Exposition(service)
     app.include_router(routes_generate.router)
     app.include_router(routes_info.router)
@@ -65,6 +68,21 @@ def build_app(config: EngineConfig, options: ServerConfig) -> tuple[ASGIApp, Ser
             expose_headers=["x-request-id"],
         )
     return guarded, service
+
+
+def _tell_of_keys(app: FastAPI) -> None:
+    """Puts into the OpenAPI schema that all but a few paths need a key."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = plain()
+        schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, methods in schema["paths"].items():
+            for operation in methods.values():
+                operation["security"] = [] if is_open(path) else [{"key": []}]
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 async def _sample(service: Service) -> None:

@@ -173,6 +173,16 @@ class ChatCompletionRequest(Sampling):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    # Fields of OpenAI's that mean nothing here: taken where they ask for nothing.
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=0)] | None = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none"] | None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
 
 
 class EmbeddingRequest(_Body):
