@@ -31,6 +31,7 @@ from ostinato.engine.progress import bars
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import OstinatoError, ParallelError, RequestError
 from ostinato.server.messages import (
+    LAUNCH_REFUSED,
     Abort,
     Command,
     Deltas,
@@ -49,7 +50,6 @@ from ostinato.text.grammar import StructuredOutputs
 Send = Callable[[Event], None]
 
 STATS_INTERVAL_S = 1.0
-LAUNCH_REFUSED = 2
 _COMPILED = "inproc://compiled"
 _PR_SET_PDEATHSIG = 1
 

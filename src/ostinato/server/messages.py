@@ -13,6 +13,9 @@ import msgspec
 
 from ostinato.engine.delta import SequenceDelta
 
+LAUNCH_REFUSED = 2
+"""Exit status of an engine process that has said `Failed`."""
+
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
     """A prompt to complete. `params`: fields of `SamplingParams` that differ from its defaults."""

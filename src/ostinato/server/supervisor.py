@@ -21,9 +21,10 @@ import msgspec
 import zmq
 
 from ostinato.config import EngineConfig
-from ostinato.server.messages import Command, Event, Launch, Stop, event_decoder
+from ostinato.server.messages import LAUNCH_REFUSED, Command, Event, Launch, Stop, event_decoder
 
 STOP_TIMEOUT_S = 10.0
+LAST_WORDS_S = 0.2
 
 
 class EngineProcess:
@@ -77,6 +78,8 @@ class EngineProcess:
         """Its exit status, once it has ended (negative: minus the signal)."""
         assert self._process is not None
         status = await self._process.wait()
+        if status == LAUNCH_REFUSED:
+            await asyncio.sleep(LAST_WORDS_S)  # it has said why; that may still be on its way
         if not self._closed:
             self._receive()  # its last words may still be in the socket
         return status
