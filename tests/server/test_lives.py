@@ -174,6 +174,16 @@ def test_a_deadline_ends_a_request(strict: Server, stream: bool) -> None:
     strict.wait_idle()
 
 
+def test_a_request_may_set_a_deadline_of_its_own(server: Server) -> None:
+    slow = LONG | {"n": 32, "logprobs": 20}
+    ended = server.post("/v1/completions", slow, headers={"x-request-timeout": "0.05"})
+    assert (ended.status_code, ended.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert server.post("/v1/completions", SHORT, headers={"x-request-timeout": "99"}).status_code == 200
+    for bad in ("0", "-1", "soon", "nan"):
+        refused = server.post("/v1/completions", SHORT, headers={"x-request-timeout": bad})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-timeout")
+
+
 def test_a_body_that_does_not_come_is_408(strict: Server) -> None:
     connection = strict.connect()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sésame\r\ncontent-length: 100\r\n\r\n{"

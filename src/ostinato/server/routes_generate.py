@@ -119,7 +119,7 @@ async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParam
     )
     record.prompt_tokens, record.user = head.prompt_tokens, ask.body.user
     frames = Frames(head, shape)
-    deadline = ask.service.deadline()
+    deadline = ask.service.deadline(ask.request.headers.get("x-request-timeout"))
     stream = ask.service.open(ask.body, ask.field, prompts, params, ask.request.receive)
 
     def note() -> None:

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from ostinato import __version__
 from ostinato.config import EngineConfig, ServerConfig
 from ostinato.engine.request import SamplingParams
-from ostinato.server.api_errors import ApiError, engine_down
+from ostinato.server.api_errors import ApiError, bad_field, engine_down
 from ostinato.server.client import EngineClient
 from ostinato.server.dashboard.data import About, DashboardData
 from ostinato.server.dashboard.recorder import Recorder
@@ -26,6 +26,7 @@ from ostinato.server.token_text import TokenText
 from ostinato.text.tokenizer import Tokenizer
 
 DEMO_NAME = "demo"
+_TIMEOUT = "x-request-timeout"
 
 
 class Service:
@@ -132,9 +133,21 @@ class Service:
         stream.watch(receive)
         return stream
 
-    def deadline(self) -> float:
-        """When a request that starts now must have ended, on the loop's clock."""
-        return asyncio.get_running_loop().time() + self.options.request_timeout
+    def deadline(self, wanted: str | None) -> float:
+        """When a request that starts now must have ended, on the loop's clock.
+
+        `wanted`: the header x-request-timeout, in seconds; it can only shorten the server's own. Raises ApiError 400.
+        """
+        limit = float(self.options.request_timeout)
+        if wanted is not None:
+            try:
+                seconds = float(wanted)
+            except ValueError:
+                seconds = 0.0
+            if not seconds > 0.0:  # NaN is not either
+                raise bad_field(_TIMEOUT, f"{_TIMEOUT} must be a number of seconds above 0, got {wanted!r}")
+            limit = min(limit, seconds)
+        return asyncio.get_running_loop().time() + limit
 
 
 def model_name(model: str | None) -> str:
