@@ -133,15 +133,9 @@ def test_what_cannot_start_says_why_in_a_line(server: Server, tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def strict(rig: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A server with every limit low, a key, and one origin."""
-    flags = ("--max-running-requests", "1", "--max-queued-requests", "2", "--body-timeout", "1")
-    flags += (
-        "--request-timeout",
-        "1",
-        "--cors-origin",
-        "https://chat.example",
-        "--served-model-name",
-        "mine",
-    )
+    flags = ["--max-running-requests", "1", "--max-queued-requests", "2", "--max-body-bytes", "64KiB"]
+    flags += ["--body-timeout", "1", "--request-timeout", "1"]
+    flags += ["--cors-origin", "https://chat.example", "--served-model-name", "mine"]
     server = rig.start(tmp_path_factory.mktemp("strict"), *flags, env={"OSTINATO_API_KEY": "sésame"})
     server.http.headers["authorization"] = "Bearer sésame"
     server.wait_ready()
@@ -190,6 +184,22 @@ def test_a_body_that_does_not_come_is_408(strict: Server) -> None:
     connection.sendall(head.encode())
     assert b" 408 " in connection.recv(4096)
     connection.close()
+
+
+def test_many_large_bodies_at_once_are_429(strict: Server) -> None:
+    """Each is within the limit; together they are more than the server keeps in memory. Those that wait are 408."""
+    size = 60_000
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sésame\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {size + 1}\r\n\r\n"
+    waiting = []
+    for _ in range(20):
+        waiting.append(strict.connect())
+        waiting[-1].sendall(head.encode() + b" " * size)
+    statuses = [int(connection.recv(4096).split()[1]) for connection in waiting]
+    for connection in waiting:
+        connection.close()
+    assert set(statuses) == {408, 429}
+    assert strict.post("/v1/completions", SHORT).status_code == 200
 
 
 def test_keys(strict: Server) -> None:

@@ -1,7 +1,8 @@
 """The outermost layer around every request: its id, key, size and time limits, the access log, the last resort.
 
 Plain ASGI, so that streams pass through untouched. Knows nothing of routes or the engine. Invariants: no byte of a body
-beyond the limit is kept; nothing is read from who has no key; a client never sees a stack trace.
+beyond the limit is kept, nor more bodies than there is room for; nothing is read from who has no key; a client never
+sees a stack trace.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 import traceback
 import uuid
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -28,6 +30,8 @@ from ostinato.server.api_errors import ApiError, ClientGoneError
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _EXCHANGE = "ostinato.exchange"
 _DISCARD_S = 10.0
+_HELD_BODIES = 16
+"""Bodies of the largest size that may be in memory at once; smaller ones accordingly more."""
 _OPEN_PATHS = ("/", "/health", "/ready", "/version", "/metrics", "/openapi.json")
 _CLIENT_CLOSED = 499
 
@@ -74,12 +78,14 @@ class Edge:
         self._options = options
         self._limit = options.body_limit
         self._counts = counts
+        self._held = 0  # bytes of all bodies in hand
+        self._log = options.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send)
+        exchange = _Exchange(scope, receive, send, self._release)
         try:
             self._check_key(scope, exchange.headers)
             await self._app(scope, self._bounded(exchange), exchange.send)
@@ -93,6 +99,7 @@ class Edge:
             traceback.print_exc()
             await exchange.refuse(ApiError(500, "the server has made a mistake; its log tells more"))
         finally:
+            self._release(exchange)
             self._note(scope, exchange)
 
     def _check_key(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
@@ -110,12 +117,10 @@ class Edge:
             )
 
     def _bounded(self, exchange: _Exchange) -> Receive:
-        """The request's channel; raises ApiError when the body is too large, or takes too long to arrive."""
-        taken = 0
+        """The request's channel; raises ApiError when the body is too large, or late, or all bodies are too much."""
         end = time.monotonic() + self._options.body_timeout
 
         async def receive() -> Message:
-            nonlocal taken
             if exchange.body_read:
                 return await exchange.receive()
             if int(exchange.headers.get(b"content-length", b"0") or 0) > self._limit:
@@ -127,13 +132,22 @@ class Edge:
                 raise ApiError(408, "the body did not arrive in time; send it at once") from None
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
-            taken += len(message.get("body", b""))
-            if taken > self._limit:
+            size = len(message.get("body", b""))
+            exchange.body_bytes += size
+            self._held += size
+            if exchange.body_bytes > self._limit:
                 raise self._too_large()
+            if self._held > _HELD_BODIES * self._limit:
+                raise ApiError(429, "too many large requests at once; try again in a moment", retry_after=1)
             exchange.body_read = not message.get("more_body", False)
             return message
 
         return receive
+
+    def _release(self, exchange: _Exchange) -> None:
+        """Nobody needs the request's body any more."""
+        self._held -= exchange.body_bytes
+        exchange.body_bytes = 0
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -144,9 +158,12 @@ class Edge:
         route = scope.get("route")
         path = getattr(route, "path", None) or "other"
         self._counts[path, exchange.status] += 1
-        if self._options.access_log:
-            sys.stdout.write(exchange.line() + "\n")
-            sys.stdout.flush()
+        if self._log:
+            try:
+                sys.stdout.write(exchange.line() + "\n")
+                sys.stdout.flush()
+            except OSError:  # whoever read the log has gone; requests are served all the same
+                self._log = False
 
 
 def is_open(path: str) -> bool:
@@ -157,13 +174,17 @@ def is_open(path: str) -> bool:
 class _Exchange:
     """One request and its answer: what was sent so far, and the record for the log."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, release: Callable[[_Exchange], None]
+    ) -> None:
         self.scope = scope
         self.receive = receive
         self.headers = dict(scope["headers"])
         self.status = 0
         self.body_read = False
+        self.body_bytes = 0
         self._send = send
+        self._release = release
         self._started = time.perf_counter()
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
         self.record = Record(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
@@ -177,6 +198,7 @@ class _Exchange:
 
     async def refuse(self, problem: ApiError) -> None:
         """Answer with a problem, unless an answer has begun. A body that was not read is read off and dropped."""
+        self._release(self)
         if self.status:
             return
         headers = problem.headers()
