@@ -1,6 +1,7 @@
 """ostinato behind the protocol, as its users meet it: `LLM` with its scheduler, sampler and detokenizer.
 
-Two verbs of its own: "margin" tells how near a tie a choice was, "experts" how many experts a decode step reads.
+Verbs of its own: "margin" tells how near a tie a choice was, "experts" how many experts a decode step reads, "generate"
+answers all prompts as fast as it can.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ def experts(engine: Ostinato, request: Request) -> float | None:
     return sum(counts) / len(counts)
 
 
+def generate(engine: Ostinato, request: Request) -> Mapping[str, Any]:
+    """Seconds for all prompts together, `max_tokens` each, and the tokens of all answers."""
+    params = SamplingParams(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True)
+    start = time.perf_counter()
+    outputs = engine.llm.generate(request["prompts"], params)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
+
+
 def load(request: Request) -> tuple[Ostinato, Mapping[str, str]]:
     import numba
     import torch
@@ -82,4 +92,4 @@ def load(request: Request) -> tuple[Ostinato, Mapping[str, str]]:
 
 
 if __name__ == "__main__":
-    serve_engine(load, {"margin": margin, "experts": experts})
+    serve_engine(load, {"margin": margin, "experts": experts, "generate": generate})
