@@ -67,7 +67,7 @@ def test_a_hit_on_what_was_generated(llm: LLM, oracle: Any) -> None:
 def test_256_requests_on_a_small_cache(make_llm: Any, shared_llm: LLM) -> None:
     """Preemption, hits and evictions at once (F43): as if the cache were large."""
     prompts = random_prompts(256, longest=8)
-    llm = make_llm(page_size=4, num_pages=33, context_length=64)
+    llm = make_llm(page_size=4, num_pages=33, context_length=64, fair_prefill=False)
     llm.engine.scheduler.ratio = Reckless(conservativeness=0.0)
     found = answer(llm, prompts, 5, ignore_eos=False)
     assert found == answer(shared_llm, prompts, 5, ignore_eos=False)

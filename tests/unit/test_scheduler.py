@@ -71,6 +71,7 @@ class Rig:
     context: int = 64
     chunk: int | None = None
     mixed: bool = False
+    fair: bool = False
     caching: bool = True
     conservativeness: float = 1.0
     negotiate: Callable[[bool], bool] | None = None
@@ -100,6 +101,7 @@ class Rig:
             context_length=self.context,
             chunked_prefill_size=self.chunk,
             mixed_prefill=self.mixed,
+            fair=self.fair,
             conservativeness=self.conservativeness,
         )
         self.scheduler = Scheduler(options, Residency(self.allocator, self.radix, self.pool), self.negotiate)
@@ -451,6 +453,33 @@ def test_chunks_enter_the_tree_as_they_come() -> None:
     rig.step()
     assert s.num_tree_pages == 5  # the partial page stays the sequence's own
     assert len(s.pages) == 6
+
+
+def test_answers_go_on_between_the_chunks_of_others() -> None:
+    rig = Rig(chunk=8, fair=True, context=60)
+    a = rig.submit(range(6), 20, ignore_eos=True)
+    rig.step()
+    b = rig.submit(range(20, 50), 2, ignore_eos=True)
+    for _ in range(8):
+        rig.step()
+    assert rig.modes == [StepMode.EXTEND] + [StepMode.DECODE, StepMode.EXTEND] * 4
+    assert (len(a.output_token_ids), len(b.output_token_ids)) == (5, 1)
+    rig.run()
+    rig.check_answer(a)
+    rig.check_answer(b)
+
+
+def test_prefills_without_end_starve_nobody() -> None:
+    rig = Rig(fair=True, caching=False)
+    a = rig.submit(range(6), 10, ignore_eos=True)
+    for n in range(20):
+        rig.submit([n] * 8, 1)
+        rig.step()
+        if a.finish_reason:
+            break
+    assert a.finish_reason == "length"
+    rig.run()
+    rig.check_answer(a)
 
 
 def test_mixed_steps_do_not_starve_decode() -> None:
@@ -994,6 +1023,7 @@ FATES = st.lists(
     tokens=st.integers(28, 60),
     chunk=st.sampled_from([None, 4, 8, 12]),
     mixed=st.booleans(),
+    fair=st.booleans(),
     caching=st.booleans(),
     running=st.integers(1, 5),
     conservativeness=st.sampled_from([0.0, 1.0]),
@@ -1005,6 +1035,7 @@ def test_any_load_answers_right_and_loses_nothing(
     tokens: int,
     chunk: int | None,
     mixed: bool,
+    fair: bool,
     caching: bool,
     running: int,
     conservativeness: float,
@@ -1018,6 +1049,7 @@ def test_any_load_answers_right_and_loses_nothing(
         context=40,
         chunk=chunk,
         mixed=mixed and chunk is not None,
+        fair=fair,
         caching=caching,
         conservativeness=conservativeness,
     )

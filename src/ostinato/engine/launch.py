@@ -249,6 +249,7 @@ def _scheduler(
         context_length=sizes.context_length,
         chunked_prefill_size=config.chunked_prefill_size,
         mixed_prefill=config.mixed_prefill,
+        fair=config.fair_prefill and config.dp_size == 1,
     )
     return Scheduler(options, Residency(allocator, radix, pool), negotiate)
 

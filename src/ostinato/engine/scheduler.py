@@ -3,8 +3,9 @@
     submit ─▶ waiting ──admission──▶ (chunked) ─▶ running ─▶ finished
                  ▲─────────retraction────────────────┘
 
-`schedule` picks a step (prefill first, else decode), `commit` takes its tokens. Knows nothing of tensors but the page
-table, and nothing of text. Invariant: after every call each page is free, in the tree, or held by one live sequence.
+`schedule` picks a step (prefill first, else decode; when fair, in turns), `commit` takes its tokens. Knows nothing of
+tensors but the page table, and nothing of text. Invariant: after every call each page is free, in the tree, or held by
+one live sequence.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ from ostinato.padding import StepMode, align_up
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Limits and policies. `chunked_prefill_size` None switches chunking off; it is a multiple of the page."""
+    """Limits and policies. `chunked_prefill_size` None switches chunking off; it is a multiple of the page.
+
+    `fair`: a decode step follows each prefill step, so that prompts without end cannot hold up answers. Only for a
+    scheduler that decides alone.
+    """
 
     max_running_requests: int
     max_prefill_tokens: int
     context_length: int
     chunked_prefill_size: int | None = None
     mixed_prefill: bool = False
+    fair: bool = False
     conservativeness: float = 1.0
 
 
@@ -92,6 +98,8 @@ class Scheduler:
         self._page = kv.page_size
         self._negotiate = negotiate
         self._failed: list[Sequence] = []
+        self._fair = options.fair and negotiate is None
+        self._decode_due = False
 
     # ---- intake and exit ----
 
@@ -148,8 +156,14 @@ class Scheduler:
         """The next step, or None when nothing can run now. Page tables are ready when it returns."""
         # Decode rows of a mixed step take their pages first: admission then sees what is really left.
         decode = self._decode_rows() if self.options.mixed_prefill else []
+        if self._decode_due and not decode:
+            self._decode_due = False
+            decode = self._decode_rows()
+            if decode:
+                return StepPlan(StepMode.DECODE, tuple(decode))
         rows = self._admit(len(decode))
         if rows:
+            self._decode_due = self._fair
             return StepPlan(StepMode.MIXED if decode else StepMode.EXTEND, (*rows, *decode))
         decode = decode or self._decode_rows()
         return StepPlan(StepMode.DECODE, tuple(decode)) if decode else None
