@@ -92,18 +92,23 @@ class Server:
     def open_files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
-    def connect(self) -> socket.socket:
-        """A bare connection."""
-        return socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
+    def connect(self, receive_buffer: int = 0) -> socket.socket:
+        """A bare connection; `receive_buffer`: bytes that may wait to be read on this side."""
+        connection = socket.socket()
+        connection.settimeout(60)
+        if receive_buffer:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.connect(("127.0.0.1", int(self.url.rpartition(":")[2])))
+        return connection
 
     def send_request(
-        self, path: str, body: dict[str, Any], *, key: str = "", close: bool = False
+        self, path: str, body: dict[str, Any], *, key: str = "", close: bool = False, receive_buffer: int = 0
     ) -> socket.socket:
         """A connection with a request on its way; nothing of the answer is read. `close`: it ends after it."""
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head += f"authorization: Bearer {key}\r\n" + "connection: close\r\n" * close
-        connection = self.connect()
+        connection = self.connect(receive_buffer)
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         return connection
 

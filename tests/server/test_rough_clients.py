@@ -140,16 +140,40 @@ def test_an_endless_head(server: Server, line: bytes) -> None:
     connection.close()
 
 
-def test_a_slow_reader_gets_it_all(server: Server, rig: Any, long_answer: str) -> None:
+HEAVY = LONG | {"n": 4, "logprobs": 100, "max_tokens": 400}  # more than the buffers between server and client hold
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b'data: {"')]
+
+
+def test_a_slow_reader_gets_it_all(server: Server, long_answer: str) -> None:
     """It reads nothing while another stream runs from start to end, then everything."""
-    slow = server.send_request("/v1/completions", LONG)
+    whole = server.stream("/v1/completions", HEAVY)
+    slow = server.send_request("/v1/completions", HEAVY, receive_buffer=4096)
     assert text_of(server.stream("/v1/completions", LONG)) == long_answer
     data = b""
-    while b"[DONE]" not in data:
-        data += slow.recv(4096)
+    while b"[DONE]" not in data[-100:]:
+        data += slow.recv(1 << 16)
     slow.close()
-    lines = [line for line in data.split(b"\n") if line.startswith(b'data: {"')]
-    assert text_of([json.loads(line[6:]) for line in lines]) == long_answer
+    for index in range(4):
+        found, expected = (
+            [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+            for chunks in (events(data), whole)
+        )
+        assert found == expected
+
+
+def test_a_reader_that_never_reads_costs_no_page(server: Server, until: Callable[..., None]) -> None:
+    before, ends = aborts(server), server.metric("request_success_total", finished_reason="length")
+    connection = server.send_request("/v1/completions", HEAVY, receive_buffer=4096)
+    # All is generated, though nothing is read.
+    until(lambda: server.metric("request_success_total", finished_reason="length") == ends + 4)
+    until(lambda: server.metric("kv_cache_usage_perc") == 0)
+    assert server.metric("num_requests_in_flight") == 4
+    connection.close()
+    server.wait_idle()
+    assert aborts(server) == before  # it had ended by itself
 
 
 def test_a_wrong_content_type(server: Server) -> None:
