@@ -140,7 +140,11 @@ def test_an_endless_head(server: Server, line: bytes) -> None:
     connection.close()
 
 
-HEAVY = LONG | {"n": 4, "logprobs": 100, "max_tokens": 400}  # more than the buffers between server and client hold
+HEAVY = LONG | {
+    "n": 4,
+    "logprobs": 100,
+    "max_tokens": 400,
+}  # more than the buffers between server and client hold
 
 
 def events(data: bytes) -> list[dict[str, Any]]:
