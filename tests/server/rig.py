@@ -85,9 +85,8 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine process: the server's only child."""
-        pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        (child,) = children(self.process.pid)
+        return child
 
     def open_files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
@@ -111,6 +110,11 @@ class Server:
         connection = self.connect(receive_buffer)
         connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         return connection
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that are not collected."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:

@@ -64,12 +64,21 @@ def test_a_killed_engine_comes_back(start_server: StartServer, until: Until, rig
     until(lambda: not rig.is_alive(engine))
 
 
-def test_an_engine_that_keeps_dying_ends_the_server(start_server: StartServer, rig: Any) -> None:
-    server = start_server("--max-restarts", "0")
+def test_a_lost_rank_ends_the_server_that_may_not_restart(
+    start_server: StartServer, until: Until, rig: Any
+) -> None:
+    """An engine of two processes dies with either; at the last allowed restart the server gives up, and says so."""
+    server = start_server("--dp", "2", "--max-restarts", "0")
     server.wait_ready()
-    os.kill(server.engine_pid(), signal.SIGKILL)
+    engine = server.engine_pid()
+    (rank,) = rig.children(engine)
+    asked = [server.send_request("/v1/completions", LONG | {"n": 8}, close=True) for _ in range(4)]
+    until(lambda: server.metric("generation_tokens_total") > 0)
+    os.kill(rank, signal.SIGKILL)
+    assert {outcome(rig.read_answer(connection))["status"] for connection in asked} == {503}
     assert server.process.wait(30) == 1
     assert "giving up" in server.errors.read_text()
+    until(lambda: not rig.is_alive(engine))
 
 
 def test_sigterm_lets_streams_finish(start_server: StartServer, until: Until, rig: Any) -> None:

@@ -50,6 +50,7 @@ from ostinato.text.grammar import StructuredOutputs
 Send = Callable[[Event], None]
 
 STATS_INTERVAL_S = 1.0
+CRASHED = 1
 _COMPILED = "inproc://compiled"
 _PR_SET_PDEATHSIG = 1
 
@@ -79,6 +80,9 @@ def main() -> int:
         finally:
             engine.close()
         return 0
+    except Exception:
+        traceback.print_exc()
+        os._exit(CRASHED)  # at once: the server tells every client when this process is gone
     finally:
         context.destroy(linger=1000)
 
