@@ -97,7 +97,11 @@ class Server:
         connection.settimeout(60)
         if receive_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.connect(("127.0.0.1", int(self.url.rpartition(":")[2])))
+        try:
+            connection.connect(("127.0.0.1", int(self.url.rpartition(":")[2])))
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def send_request(
