@@ -1,4 +1,4 @@
-"""Fixtures for every test: the real SmolLM2 checkpoints, fetched once into the user's cache; one torch thread."""
+"""For every test: the real SmolLM2 checkpoints, fetched once; one torch thread; the option `--exhaustive`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import torch
 
 # Tiny shapes gain nothing from a second thread, and pools that spin on shared cores slow each other down.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="Play the full product of the exactness contract (about an hour)",
+    )
 
 
 def _fetch(name: str) -> Path:

@@ -26,10 +26,14 @@ def _load(name: str, path: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoints() -> ModuleType:
+    """The module `checkpoints.py` of the oracle tests."""
+    return _load("contract_checkpoints", Path(__file__).parents[1] / "oracle" / "checkpoints.py")
+
+
+@pytest.fixture(scope="session")
+def tiny(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """tiny(family) -> the directory of its tiny random checkpoint, fp32, with a tokenizer."""
-    home = Path(__file__).parents[1] / "oracle" / "checkpoints.py"
-    checkpoints = _load("contract_checkpoints", home)
     made: dict[str, Path] = {}
 
     def get(family: str) -> Path:
