@@ -188,6 +188,16 @@ class ServerConfig:
     )
     max_restarts: int = _option(3, "Restarts of a crashed engine in a row before giving up", minimum=0)
     access_log: bool = _option(True, "Write a JSON line for each request to stdout")
+    tool_call_parser: str = _option(
+        "auto",
+        "Format of the model's tool calls; auto reads it off the chat template",
+        choices=("auto", "hermes", "llama3_json", "mistral", "none"),
+    )
+    reasoning_parser: str = _option(
+        "auto",
+        "Tell <think> parts of answers apart; auto does when the chat template knows them",
+        choices=("auto", "think", "none"),
+    )
 
     def __post_init__(self) -> None:
         for spec in fields(self):

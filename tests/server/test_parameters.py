@@ -304,7 +304,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages[1].content", {"messages": [*MESSAGES, {"role": "user", "content": 7}]}),
     ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ("messages", {"messages": [{"role": "user"}]}),
-    ("tools", {"messages": MESSAGES, "tools": [{"type": "function"}]}),
+    ("tools[0]", {"messages": MESSAGES, "tools": [{"type": "function"}]}),
     ("response_format", {"messages": MESSAGES, "response_format": {"type": "poem"}}),
     ("top_logprobs", {"messages": MESSAGES, "top_logprobs": 3}),
     ("max_tokens", {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}),

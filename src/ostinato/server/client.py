@@ -197,7 +197,8 @@ class EngineClient:
             stream = self._streams.pop(event.request_id, None)
             if stream is not None:
                 stream.open_ids.discard(event.request_id)
-                stream.fail(bad_field(None, event.message))
+                form = event.message.startswith("structured_outputs")
+                stream.fail(bad_field("structured_outputs" if form else None, event.message))
         elif isinstance(event, Failed):
             self.failure = event.message
 

@@ -12,6 +12,7 @@ from typing import Any
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import RequestError
 from ostinato.server.api_errors import bad_field, from_request_error
+from ostinato.server.forms import AnswerForm, structured
 from ostinato.server.protocol import ChatCompletionRequest, CompletionRequest, Sampling
 
 DEFAULT_MAX_TOKENS = 16
@@ -49,11 +50,11 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
         extra["prompt_logprobs"] = request.logprobs or 0
     if max_tokens == 0 and not request.echo:
         raise bad_field("max_tokens", "max_tokens 0 needs echo; ask for at least 1 token, or for echo")
-    return _params(request, extra)
+    return _params(request, extra | {"structured_outputs": structured(request)})
 
 
-def chat_params(request: ChatCompletionRequest) -> SamplingParams:
-    """Sampling of `/v1/chat/completions`. Raises ApiError 400."""
+def chat_params(request: ChatCompletionRequest, form: AnswerForm) -> SamplingParams:
+    """Sampling of `/v1/chat/completions`, bound to a form. Raises ApiError 400."""
     limit = request.max_completion_tokens
     if limit is not None and request.max_tokens not in (None, limit):
         raise bad_field(
@@ -65,6 +66,9 @@ def chat_params(request: ChatCompletionRequest) -> SamplingParams:
     extra: dict[str, Any] = {"max_tokens": request.max_tokens if limit is None else limit}
     if request.logprobs:
         extra["logprobs"] = request.top_logprobs or 0
+    extra["structured_outputs"] = form.outputs
+    if form.special_tokens and request.skip_special_tokens is None:
+        extra["skip_special_tokens"] = False  # the marks of calls are such tokens
     return _params(request, extra)
 
 

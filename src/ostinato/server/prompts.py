@@ -7,6 +7,8 @@ announced. Invariant: what is handed on fits the engine, or was refused with bot
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from ostinato.errors import ModelError, RequestError
 from ostinato.server.api_errors import ApiError, bad_field
 from ostinato.server.messages import EngineInfo
 from ostinato.server.protocol import ChatMessage
+from ostinato.text.reasoning import OPEN
 from ostinato.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -54,15 +57,18 @@ class Prompts:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation, through the model's chat template. Raises ApiError 400."""
+    ) -> tuple[list[int], bool]:
+        """Token ids of a conversation, through the model's chat template, and whether it ends in an open `<think>`.
+
+        Raises ApiError 400.
+        """
         names = {"messages", "tools", "add_generation_prompt", "template"} & set(variables or ())
         if names:
             raise bad_field(
                 "chat_template_kwargs", f"chat_template_kwargs may not hold {sorted(names)}; remove it"
             )
 
-        def render() -> list[int]:
+        def render() -> tuple[list[int], bool]:
             plain = [_plain(message) for message in messages]
             try:
                 text = self.tokenizer.chat_template.render(
@@ -70,7 +76,7 @@ class Prompts:
                 )
             except (RequestError, ModelError) as error:
                 raise bad_field("messages", str(error)) from None
-            return self._encode(text, False, field="messages")
+            return self._encode(text, False, field="messages"), text.rstrip().endswith(OPEN)
 
         return await self._run(render)
 
@@ -122,4 +128,10 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     if value["role"] == "developer":
         value["role"] = "system"
     value.setdefault("content", None)
+    for call in value.get("tool_calls", ()):
+        # Templates write arguments as JSON themselves; what is no object stays the text that it is.
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(call["function"]["arguments"])
+            if isinstance(arguments, dict):
+                call["function"]["arguments"] = arguments
     return value

@@ -12,8 +12,10 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from ostinato.engine.request import MAX_LOGPROBS, MAX_N, MAX_STOPS, MAX_TEMPERATURE
+from ostinato.text.grammar import MAX_CHOICES
 
 MAX_PROMPTS = 128
+MAX_TOOLS = 128
 _INT32 = 2**31
 _MAX_STOP_IDS = 1024
 _MAX_BIAS = 1024
@@ -78,6 +80,18 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = Field(None, description="The usage so far in every chunk")
 
 
+class StructuredOutputsRequest(_Body):
+    """The form of a completion; exactly one field."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema")
+    json_object: Literal[True] | None = None
+    regex: str | None = Field(None, min_length=1)
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES
+    )
+    grammar: str | None = Field(None, min_length=1, description="A Lark grammar, in llguidance's dialect")
+
+
 class Sampling(_Body):
     """Fields that completions and chat completions share."""
 
@@ -101,6 +115,7 @@ class Sampling(_Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputsRequest | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = Field(None, ge=-_INT32, le=_INT32, description="Lower runs first")
@@ -159,6 +174,57 @@ class ChatMessage(_Body):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+class ToolFunction(_Body):
+    """A function that the model may ask to be called. `strict` changes nothing: forced calls keep the schema anyway."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of the arguments")
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class FunctionName(_Body):
+    """The function that is to be called."""
+
+    name: str
+
+
+class NamedToolChoice(_Body):
+    """A `tool_choice` that forces one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class NamedSchema(_Body):
+    """The schema of a `response_format`. `strict` changes nothing: the schema is always kept."""
+
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class PlainFormat(_Body):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(_Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
 class ChatCompletionRequest(Sampling):
     """`POST /v1/chat/completions`."""
 
@@ -169,9 +235,9 @@ class ChatCompletionRequest(Sampling):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template")
-    response_format: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    response_format: PlainFormat | SchemaFormat | None = Field(None, discriminator="type")
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     # Fields of OpenAI's that mean nothing here: taken where they ask for nothing.
     store: Literal[False] | None = None

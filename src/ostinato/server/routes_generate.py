@@ -17,8 +17,9 @@ from fastapi import APIRouter, Request, Response
 
 from ostinato.engine.request import SamplingParams
 from ostinato.server.answers import ChatChunk, ChatCompletion, Completion, CompletionChunk, event_stream
-from ostinato.server.api_errors import bad_field
+from ostinato.server.api_errors import ApiError
 from ostinato.server.edge import record_of
+from ostinato.server.forms import under_its_name
 from ostinato.server.frames import AnswerHead, Frames, Shape
 from ostinato.server.params import chat_params, check_stream_options, completion_params
 from ostinato.server.protocol import ChatCompletionRequest, CompletionRequest, Sampling
@@ -70,26 +71,24 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     service = service_of(request)
     service.check_model(body.model)
     check_stream_options(body)
-    _check_unsupported(body)
-    params = chat_params(body)
-    prompt = await service.prompts.chat(
+    form = service.forms.of(body)
+    params = chat_params(body, form)
+    prompt, thinking = await service.prompts.chat(
         body.messages,
         add_generation_prompt=body.add_generation_prompt is not False,
+        tools=form.tools,
         variables=body.chat_template_kwargs,
     )
-    top = (body.top_logprobs or 0) if body.logprobs else None
-    shape = ChatShape(service.token_text, top_logprobs=top, every_token=bool(body.return_token_ids))
-    return await _answer(_Ask(service, request, body, "chatcmpl", "messages"), [prompt], params, shape)
-
-
-def _check_unsupported(body: ChatCompletionRequest) -> None:
-    """Raises ApiError 400 for fields whose only supported values are those that change nothing."""
-    if body.tools:
-        raise bad_field("tools", "tools are not supported by this model's chat format; remove tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise bad_field("tool_choice", "tool_choice needs tools; remove it")
-    if body.response_format not in (None, {"type": "text"}):
-        raise bad_field("response_format", "only response_format {'type': 'text'} is supported; remove it")
+    shape = ChatShape(
+        service.token_text,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        every_token=bool(body.return_token_ids),
+        new_parser=form.parser(thinking=thinking),
+    )
+    try:
+        return await _answer(_Ask(service, request, body, "chatcmpl", "messages"), [prompt], params, shape)
+    except ApiError as error:
+        raise under_its_name(error, body) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
     if (body.prompt is None) == (body.messages is None):
         raise bad_field("prompt", "give either prompt or messages")
     if body.messages is not None:
-        ids = await prompts.chat(body.messages, add_generation_prompt=body.add_generation_prompt is not False)
+        ids, _ = await prompts.chat(
+            body.messages, add_generation_prompt=body.add_generation_prompt is not False
+        )
     else:
         (ids,) = await prompts.completion(
             body.prompt, add_special_tokens=body.add_special_tokens is not False

@@ -17,6 +17,7 @@ from ostinato.server.api_errors import ApiError, bad_field, engine_down
 from ostinato.server.client import EngineClient
 from ostinato.server.dashboard.data import About, DashboardData
 from ostinato.server.dashboard.recorder import Recorder
+from ostinato.server.forms import AnswerForms
 from ostinato.server.messages import EngineInfo
 from ostinato.server.metrics import Metrics
 from ostinato.server.prompts import Prompts
@@ -42,6 +43,7 @@ class Service:
         self.draining = False
         self._prompts: Prompts | None = None
         self._tokens: TokenText | None = None
+        self._forms: AnswerForms | None = None
 
     def start(self) -> None:
         """Start the engine; the text side is loaded once the engine has told where the model lies."""
@@ -57,6 +59,7 @@ class Service:
             self.metrics.recorder.about = self._about(info)
             tokenizer = await asyncio.to_thread(Tokenizer.from_dir, info.directory)
             self._prompts, self._tokens = Prompts(tokenizer, info), TokenText(tokenizer)
+            self._forms = AnswerForms(tokenizer, self.options)
 
     def _about(self, info: EngineInfo | None) -> About:
         """For the dashboard; empty while the engine is being loaded."""
@@ -97,6 +100,13 @@ class Service:
     def token_text(self) -> TokenText:
         assert self._tokens is not None
         return self._tokens
+
+    @property
+    def forms(self) -> AnswerForms:
+        """The forms that answers can have. Raises ApiError 503 while the engine is not there."""
+        self.check_ready()
+        assert self._forms is not None
+        return self._forms
 
     def check_ready(self) -> None:
         """Raises ApiError 503 unless requests can be served."""

@@ -209,10 +209,12 @@ class Grammars:
         try:
             source = _source(outputs)
             matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
+            probe = matcher.deep_copy()
+            probe.compute_ff_tokens()  # a form whose forced text never ends shows it here
         except Exception as error:
             raise RequestError(f"structured_outputs.{outputs.kind}: {_one_line(error)}") from None
-        if matcher.is_error():
-            problem = matcher.get_error()
+        problem = matcher.get_error() or probe.get_error()
+        if problem:
             raise RequestError(f"structured_outputs.{outputs.kind} cannot be compiled: {_one_line(problem)}")
         return Grammar(matcher, self._vocab_size)
 

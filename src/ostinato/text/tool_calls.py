@@ -1,0 +1,263 @@
+"""Tool calls in a model's text: the customary formats, read while the text comes, and as grammars to force them.
+
+    hermes      <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number     Hermes 2 Pro, Qwen
+    llama3_json {"name": ..., "parameters": {...}}, separated by ";", instead of a text   Llama 3.1 and later
+    mistral     [TOOL_CALLS][{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name{...}  Mistral
+
+Knows nothing of HTTP. Invariants: text that is no well-formed call stays content, so nothing is lost; a call is handed
+out whole, once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+FORMATS = ("hermes", "llama3_json", "mistral")
+_OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model asks for; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+Item = str | ToolCall
+
+
+class ToolCallParser(Protocol):
+    """Reads one answer."""
+
+    def push(self, text: str) -> list[Item]:
+        """Content and calls that this text completes, in order."""
+        ...
+
+    def finish(self) -> list[Item]:
+        """What was held back; the answer has ended."""
+        ...
+
+
+def format_of(template: str) -> str | None:
+    """The format that a chat template teaches, or None when it knows no tools."""
+    if "tools" not in template:
+        return None
+    if _OPEN in template:
+        return "hermes"
+    if _MISTRAL in template:
+        return "mistral"
+    if _PYTHON in template or '"parameters"' in template:
+        return "llama3_json"
+    return None
+
+
+def new_parser(name: str) -> ToolCallParser:
+    """A parser of one of `FORMATS`, for one answer."""
+    makers: dict[str, Callable[[], ToolCallParser]] = {
+        "hermes": HermesParser,
+        "llama3_json": Llama3Parser,
+        "mistral": MistralParser,
+    }
+    return makers[name]()
+
+
+class HermesParser:
+    """Calls between tags; text around them is content."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._behind_call = False  # newlines there belong to the format
+
+    def push(self, text: str) -> list[Item]:
+        self._held += text
+        items: list[Item] = []
+        while True:
+            if self._behind_call:
+                self._held = self._held.lstrip("\n")
+                self._behind_call = not self._held
+            at = self._held.find(_OPEN)
+            if at < 0:
+                ready = len(self._held) - _overlap(self._held, _OPEN)
+                ready -= len(self._held[:ready]) - len(self._held[:ready].rstrip("\n"))
+                items += self._content(ready)
+                return items
+            end = self._held.find(_CLOSE, at)
+            if end < 0:
+                items += self._content(len(self._held[:at].rstrip("\n")))
+                return items
+            block, rest = self._held[at : end + len(_CLOSE)], self._held[end + len(_CLOSE) :]
+            call = _call(block[len(_OPEN) : -len(_CLOSE)], "arguments")
+            before = self._held[:at]
+            items += [before.rstrip("\n") if call else before, call or block]
+            items = [item for item in items if item != ""]
+            self._held, self._behind_call = rest, call is not None
+
+    def finish(self) -> list[Item]:
+        """An unclosed last call is taken when its JSON is whole: some models end with it."""
+        held, self._held = self._held, ""
+        before, mark, rest = held.partition(_OPEN)
+        call = _call(rest, "arguments") if mark else None
+        if call is not None:
+            return [item for item in (before.rstrip("\n"), call) if item != ""]
+        return [held] if held.strip("\n") else []
+
+    def _content(self, size: int) -> list[Item]:
+        text, self._held = self._held[:size], self._held[size:]
+        return [text] if text else []
+
+
+class Llama3Parser:
+    """An answer that is JSON from its first character may be calls, which only its end tells; any other is content."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._content = False
+
+    def push(self, text: str) -> list[Item]:
+        if self._content:
+            return [text] if text else []
+        self._held += text
+        seen = self._held.lstrip()
+        if not seen or seen[0] == "{" or _PYTHON.startswith(seen) or seen.startswith(_PYTHON):
+            return []
+        self._content = True
+        held, self._held = self._held, ""
+        return [held]
+
+    def finish(self) -> list[Item]:
+        held, self._held = self._held, ""
+        text = held.strip().removeprefix(_PYTHON).strip()
+        calls: list[Item] = []
+        while text:
+            value, end = _object(text)
+            call = _as_call(value, "parameters") or _as_call(value, "arguments")
+            if call is None:
+                return [held] if held else []
+            calls.append(call)
+            text = text[end:].lstrip(" ;\n")
+        return calls or ([held] if held else [])
+
+
+class MistralParser:
+    """Content up to the mark; behind it a list of calls, or names with their arguments."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._calls = False
+
+    def push(self, text: str) -> list[Item]:
+        self._held += text
+        if self._calls:
+            return []
+        at = self._held.find(_MISTRAL)
+        self._calls = at >= 0
+        ready = at if self._calls else len(self._held) - _overlap(self._held, _MISTRAL)
+        text, self._held = self._held[:ready], self._held[ready:]
+        return [text] if text else []
+
+    def finish(self) -> list[Item]:
+        held, self._held = self._held, ""
+        calls: list[Item] = []
+        for block in held.split(_MISTRAL):
+            found = _mistral_calls(block.strip())
+            if found is None:
+                return [held]
+            calls += found
+        return calls or ([held] if held else [])
+
+
+def _mistral_calls(block: str) -> list[ToolCall] | None:
+    """The calls of one block, or None when it is something else."""
+    if not block:
+        return []
+    if block[0] == "[":
+        try:
+            values = json.loads(block)
+        except (ValueError, RecursionError):
+            return None
+        calls = [_as_call(value, "arguments") for value in values]
+        return None if None in calls else [call for call in calls if call is not None]
+    named = re.match(r"([\w.\-]+)\s*(?:\[ARGS\])?\s*(?=\{)", block)
+    if named is None:
+        return None
+    value, end = _object(block[named.end() :])
+    if value is None or block[named.end() + end :].strip():
+        return None
+    return [ToolCall(named.group(1), json.dumps(value, ensure_ascii=False))]
+
+
+def _call(text: str, arguments: str) -> ToolCall | None:
+    value, end = _object(text.strip())
+    return _as_call(value, arguments) if not text.strip()[end:] else None
+
+
+def _object(text: str) -> tuple[Any, int]:
+    """The JSON object at the start of a text and where it ends; (None, 0) when there is none."""
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError):
+        return None, 0
+    return (value, end) if isinstance(value, dict) else (None, 0)
+
+
+def _as_call(value: object, arguments: str) -> ToolCall | None:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or arguments not in value:
+        return None
+    given = value[arguments]
+    if isinstance(given, str):  # some models write the object as text
+        given = _object(given)[0]
+    if not isinstance(given, Mapping):
+        return None
+    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False))
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that `mark` begins with."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def forced_grammar(
+    name: str, tools: Sequence[Mapping[str, Any]], *, parallel: bool, special: Mapping[str, int]
+) -> str:
+    """A Lark grammar (llguidance's dialect) of answers that are calls of `tools` and nothing else.
+
+    tools: {"name", "parameters" (a JSON schema)}. parallel: one or more calls. special: ids of
+    marks that are special tokens of the tokenizer, which a grammar has to name as such.
+    """
+    key = "parameters" if name == "llama3_json" else "arguments"
+    schemas = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["name"]},
+                key: tool.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    call: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    if name == "mistral":
+        call = {"type": "array", "items": call, "minItems": 1, **({} if parallel else {"maxItems": 1})}
+    body = f"call: %json {json.dumps(call | {'x-guidance': style})}\n"
+    if name == "llama3_json":
+        return f"start: call\n{body}"
+    opening = _token(_MISTRAL if name == "mistral" else _OPEN, special)
+    if name == "mistral":
+        return f"start: {opening} call\n{body}"
+    one = f'{opening} "\\n" call "\\n" {_token(_CLOSE, special)}'
+    more = ' ("\\n" one)*' if parallel else ""
+    return f"start: one{more}\none: {one}\n{body}"
+
+
+def _token(mark: str, special: Mapping[str, int]) -> str:
+    """A mark in a grammar: the special token by its id, or its characters."""
+    return f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
