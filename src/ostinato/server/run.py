@@ -27,6 +27,9 @@ from ostinato.server.connection import BoundedHttp
 from ostinato.server.service import Service
 
 ENGINE_LOST = 1
+KEEP_ALIVE_S = 75
+"""Longer than clients' pools and proxies keep a connection, so that it is not closed just when they use it again."""
+
 _BACKLOG = 2048
 
 
@@ -74,6 +77,7 @@ async def _run(app: ASGIApp, service: Service, options: ServerConfig, listener: 
             log_config=None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=options.shutdown_timeout,
         ),
         service,
@@ -122,7 +126,8 @@ def _announce(listener: socket.socket, service: Service) -> None:
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()
     print(
-        f"ostinato: {service.model_name} at {url}, the API under {url}/v1 (Ctrl-C ends it)", file=sys.stderr
+        f"ostinato: {service.model_name}: dashboard at {url}, API under {url}/v1 (Ctrl-C ends it)",
+        file=sys.stderr,
     )
 
 
