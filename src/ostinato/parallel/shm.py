@@ -234,7 +234,7 @@ class ShmGroup:
             if waited < 0.002:
                 os.sched_yield()
                 continue
-            time.sleep(50e-6 if waited < 0.1 else 1e-3)
+            time.sleep(50e-6 if waited < 0.1 else 1e-3 if waited < 2.0 else 5e-3)
             if waited - looked > 0.05:
                 looked = waited
                 self._look(seq, op, waited)
