@@ -15,8 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import ostinato
-from ostinato.cli import app
+from ostinato.cli import app, kernels
 from ostinato.cli.flags import SAMPLING_FLAGS
+from ostinato.cli.measure import summary
 from ostinato.config import EngineConfig
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import RequestError
@@ -205,6 +206,7 @@ def test_generate_through_the_chat_template(llms: list[FakeLLM]) -> None:
         (["bench", "everything"], "there is no benchmark 'everything'"),
         (["bench", "--batch", "0"], "--batch"),
         (["bench", "replay", "--graph", "eager"], "nothing to replay"),
+        (["bench", "kernels", "--kernels", "reference"], "no CPU kernels to measure"),
         (["fetch", "gpt5"], "smollm2"),
         (["frobnicate"], "No such command 'frobnicate'"),
     ],
@@ -293,6 +295,33 @@ def test_bench_ends_with_json(llms: list[FakeLLM]) -> None:
     assert all(len(prompt) == 5 for prompt in llms[0].engine.prompts)
     assert all(1 < token_id < 50 for prompt in llms[0].engine.prompts for token_id in prompt)
     assert len(llms[-1].asked[-1]) == 7
+
+
+def test_bench_kernels_shows_shares_and_needs_no_model(
+    llms: list[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake(config: EngineConfig, rounds: int) -> dict[str, Any]:
+        half = summary([0.5] * rounds)
+        kernel = {"seconds": summary([1e-6] * rounds), "share": half, "bytes": 3e3, "operations": 4e3}
+        speeds = {"bytes_per_s": summary([5e9]), "operations_per_s": {"bf16": summary([6e11])}}
+        return {"isa": config.isa, "threads": config.threads, **speeds, "kernels": {"linear": kernel}}
+
+    monkeypatch.setattr(kernels, "measure_kernels", fake)
+    result = run("bench", "kernels", "--rounds", "2", "--threads", "3", "--isa", "portable")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert set(value) == {"version", "kernels", "machine"}
+    assert value["kernels"]["kernels"]["linear"]["share"]["rounds"] == [0.5, 0.5]
+    assert "CPU kernels: portable, 3 threads" in result.stdout
+    row = next(line for line in result.stdout.splitlines() if "linear" in line)
+    assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
+        "linear",
+        "1.0",
+        "3.0",
+        "4.0",
+        *["50 %"] * 3,
+    ]
+    assert not llms
 
 
 def test_fetch_prints_the_directory(

@@ -1,4 +1,4 @@
-"""`ostinato bench`: one batch, eager against replayed steps, and offline throughput, on random prompts.
+"""`ostinato bench`: one batch, eager against replayed steps, offline throughput, on random prompts; or the CPU kernels.
 
 Must not import torch or the engine before the arguments were found good. Invariant: the last line of stdout
 is one JSON object with everything that was measured, the engine's options and the load of the machine.
@@ -21,14 +21,18 @@ from ostinato.cli.generate import MODEL_HELP
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 
-WHAT = ("all", "latency", "replay", "throughput")
+WHAT = ("all", "latency", "replay", "throughput", "kernels")
 
 
 @engine_flags
 def bench(
     *,
     what: Annotated[
-        str, typer.Argument(help="What to measure.", metavar="[all|latency|replay|throughput]")
+        str,
+        typer.Argument(
+            help="What to measure; kernels need no model, and are not among all.",
+            metavar="[all|latency|replay|throughput|kernels]",
+        ),
     ] = "all",
     model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests of one batch (latency, replay).")] = 8,
@@ -43,17 +47,20 @@ def bench(
     if what not in WHAT:
         raise ConfigError(f"there is no benchmark {what!r}; choose one of {', '.join(WHAT)}")
     config = EngineConfig.of(model=model, **engine)
-    from ostinato.cli import measure
-
-    load = measure.Workload(batch, input_len, output_len, num_prompts, rounds, seed)
     before = os.getloadavg()
-    result: dict[str, Any] = {"version": __version__, "workload": load.as_dict()}
-    if what in ("all", "latency"):
-        result["latency"] = measure.latency(config, load)
-    if what in ("all", "replay"):
-        result["replay"] = measure.replay(config, load)
-    if what in ("all", "throughput"):
-        result["throughput"] = measure.throughput(config, load)
+    result: dict[str, Any] = {"version": __version__}
+    if what == "kernels":
+        from ostinato.cli.kernels import measure_kernels
+
+        result["kernels"] = measure_kernels(config, rounds)
+    else:
+        from ostinato.cli import measure
+
+        load = measure.Workload(batch, input_len, output_len, num_prompts, rounds, seed)
+        result["workload"] = load.as_dict()
+        for part in ("latency", "replay", "throughput"):
+            if what in ("all", part):
+                result[part] = getattr(measure, part)(config, load)
     result["machine"] = {
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
@@ -66,6 +73,14 @@ def bench(
 
 def show(result: dict[str, Any]) -> None:
     """A table for people, above the JSON."""
+    console = Console()
+    console.print(_kernel_table(result["kernels"]) if "kernels" in result else _step_table(result))
+    cpus, load = result["machine"]["cpus"], result["machine"]["load_before"][0]
+    if load > 0.5 * cpus:
+        console.print(f"The machine was busy (load {load:.1f} on {cpus} CPUs); compare ratios, not times.")
+
+
+def _step_table(result: dict[str, Any]) -> Table:
     table = Table("measure", "median", "least", "most", title="ostinato bench")
     for part in ("latency", "replay", "throughput"):
         for name, value in result.get(part, {}).items():
@@ -73,8 +88,22 @@ def show(result: dict[str, Any]) -> None:
                 table.add_row(f"{part} {name}", f"{value:.4g}")
             elif isinstance(value, dict) and "median" in value:
                 table.add_row(f"{part} {name}", *(f"{value[key]:.4g}" for key in ("median", "least", "most")))
-    console = Console()
-    console.print(table)
-    cpus, load = result["machine"]["cpus"], result["machine"]["load_before"][0]
-    if load > 0.5 * cpus:
-        console.print(f"The machine was busy (load {load:.1f} on {cpus} CPUs); compare ratios, not times.")
+    return table
+
+
+def _kernel_table(found: dict[str, Any]) -> Table:
+    """Medians, and the share of the ceiling with its extremes."""
+    title = f"CPU kernels: {found['isa']}, {found['threads']} threads"
+    table = Table("kernel", "us", "GB/s", "GFLOP/s", "of ceiling", "least", "most", title=title)
+    peaks = ", ".join(
+        f"{peak['median'] / 1e9:.0f} {name}" for name, peak in found["operations_per_s"].items()
+    )
+    table.add_row("ceilings", "", f"{found['bytes_per_s']['median'] / 1e9:.1f}", peaks)
+    for name, kernel in found["kernels"].items():
+        seconds, share = kernel["seconds"]["median"], kernel["share"]
+        speeds = (
+            f"{1e6 * seconds:.1f}",
+            *(f"{kernel[key] / seconds / 1e9:.1f}" for key in ("bytes", "operations")),
+        )
+        table.add_row(name, *speeds, *(f"{100 * share[key]:.0f} %" for key in ("median", "least", "most")))
+    return table
