@@ -29,6 +29,7 @@ LEVELS = {
     "engine": 4,
     "server": 5,
     "testing": 5,
+    "deploy": 6,
     "cli": 6,
     "__main__": 7,
     "__init__": 7,

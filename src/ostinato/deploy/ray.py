@@ -1,0 +1,99 @@
+"""Replicas of the whole server under Ray Serve: placed, scaled by load, restarted, behind Serve's own proxy.
+
+    serve run ostinato.deploy.ray:app model=… dp_size=2 min_replicas=1 max_replicas=4
+
+A replica is the application that `ostinato serve` runs, engine process included, without a socket of its own. Ray
+decides how many there are and which one answers; ranks are for what a single copy needs, replicas for more copies.
+Knows nothing of requests. Invariant: replicas share nothing, so how many there are changes no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ray import serve
+
+from ostinato.config import EngineConfig, ServerConfig
+from ostinato.errors import ConfigError
+from ostinato.server.app import build_app
+
+_SCALING: Mapping[str, int] = {"min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 8, "cpus": 1}
+"""Options of the deployment, beside those of engine and server, and their defaults."""
+
+
+def app(options: Mapping[str, Any]) -> serve.Application:
+    """The application of `serve run`: `options` are those of EngineConfig, of ServerConfig, and
+
+    min_replicas, max_replicas: bounds of autoscaling. target_ongoing_requests: requests in one replica from which on
+    Ray adds another. cpus: cores that Ray sets aside for a replica.
+
+    Raises ConfigError for an option that nobody knows, or for a value that cannot work.
+    """
+    scaling, engine, server = _split(options)
+    # Checked here, once, instead of in every replica.
+    EngineConfig.of(**engine)
+    ServerConfig.of(**server)
+
+    def build() -> Any:
+        """In the replica's process: nothing of it could travel there."""
+        return build_app(EngineConfig.of(**engine), ServerConfig.of(**server))[0]
+
+    deployment = serve.deployment(
+        serve.ingress(build)(Replica),
+        name="ostinato",
+        autoscaling_config={
+            "min_replicas": scaling["min_replicas"],
+            "max_replicas": scaling["max_replicas"],
+            "target_ongoing_requests": scaling["target_ongoing_requests"],
+        },
+        max_ongoing_requests=max(4 * scaling["target_ongoing_requests"], 8),
+        ray_actor_options={"num_cpus": scaling["cpus"]},
+    )
+    bound: serve.Application = deployment.bind()
+    return bound
+
+
+class Replica:
+    """One copy of the server; requests go to the application that Serve mounts on it."""
+
+
+def _split(options: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any], dict[str, Any]]:
+    """Options by whom they are for. Serve's command line gives strings: numbers and switches are made of them."""
+    scaling, engine, server = dict(_SCALING), {}, {}
+    kinds = {spec.name: str(spec.type) for cls in (EngineConfig, ServerConfig) for spec in fields(cls)}
+    engine_names = {spec.name for spec in fields(EngineConfig)}
+    for name, value in options.items():
+        if name in scaling:
+            scaling[name] = _number(name, value)
+        elif name in engine_names:
+            engine[name] = _typed(name, kinds[name], value)
+        elif name in kinds:
+            server[name] = _typed(name, kinds[name], value)
+        else:
+            raise ConfigError(f"unknown option {name!r}; the deployment's own are {', '.join(_SCALING)}")
+    if scaling["min_replicas"] > scaling["max_replicas"]:
+        raise ConfigError(
+            f"min_replicas {scaling['min_replicas']} is over max_replicas {scaling['max_replicas']}; raise the latter"
+        )
+    return scaling, engine, server
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if kind.startswith("int"):
+        return _number(name, value)
+    if kind == "bool":
+        if value.lower() not in ("true", "false"):
+            raise ConfigError(f"{name} must be true or false, got {value!r}")
+        return value.lower() == "true"
+    return value
+
+
+def _number(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be a whole number, got {value!r}") from error
