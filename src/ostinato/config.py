@@ -124,7 +124,7 @@ class EngineConfig:
         "auto", "Between ranks: shared memory, or gloo over the network", choices=TRANSPORTS
     )
     rank_timeout: int = _option(
-        60, "Seconds a rank waits for the others before it names one missing", minimum=1
+        120, "Seconds a rank waits for the others before it names one missing", minimum=1
     )
 
     progress: bool = _option(True, "Show progress on a terminal")

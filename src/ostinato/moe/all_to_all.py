@@ -10,7 +10,7 @@ fit is counted and raised on every rank, never written over a neighbour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -53,6 +53,10 @@ class AllToAllDispatcher:
     widths: StepWidths
     weights_on_input: bool = False
     capacity: int | None = None
+    _ep_ranks: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ep_ranks", self.share.topology.ep_rank_of_each())
 
     def kernel(self, experts: Kernel) -> Kernel:
         return PairsKernel(self.buffers, experts)
@@ -89,7 +93,7 @@ class AllToAllDispatcher:
         check_distinct(own)
         home = plan_home(self.share.owners(own), topology)
         # Told first, checked after: a rank that raised before the collective would leave the others waiting.
-        outgoing = [home.counts[topology.at(r).ep_rank] for r in range(topology.tp)]
+        outgoing = [home.counts[ep_rank] for ep_rank in self._ep_ranks]
         told = torch.empty(topology.tp, topology.tp, dtype=torch.int64)
         counts = torch.tensor(outgoing, dtype=torch.int64)
         self.world.all_gather(counts, told)
@@ -124,7 +128,7 @@ class AllToAllDispatcher:
         starts = np.concatenate(([0], np.cumsum(home.counts))).tolist()
         parts = []
         for rank in range(topology.tp):
-            owner = topology.at(rank).ep_rank
+            owner = self._ep_ranks[rank]
             part = home.order[starts[owner] : starts[owner + 1]]
             if self.capacity is not None:
                 unused = np.full(self.capacity - outgoing[rank], _NOBODY, dtype=part.dtype)

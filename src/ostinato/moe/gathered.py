@@ -9,7 +9,7 @@ at home exactly once, in slot order, so nothing is ever reduced twice or scaled 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +46,12 @@ class GatheredDispatcher:
     widths: StepWidths
     weights_on_input: bool = False
     sharded: bool = False
+    _ep_ranks: tuple[int, ...] = field(init=False)
+    _leaders: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ep_ranks", self.share.topology.ep_rank_of_each())
+        object.__setattr__(self, "_leaders", self.share.topology.leader_of_each())
 
     def kernel(self, experts: Kernel) -> Kernel:
         return PairsKernel(self.buffers, experts)
@@ -60,7 +66,7 @@ class GatheredDispatcher:
     ) -> Dispatched:
         rows, topology = self.widths.rows, self.share.topology
         assert rows[topology.attn_dp_rank] == len(x), f"{rows} planned, {len(x)} rows are here"
-        stream.launch(self._gather, x, topk_weights, topk_ids, rows)
+        stream.launch(self._gather, x, topk_weights, topk_ids, self._sizes(rows))
         pairs = self.buffers.pairs
         n = rounded_pairs(sum(rows) * topk_ids.shape[1])
         return Dispatched(pairs.x[:n], pairs.weights[:n], pairs.ids[:n], self.buffers.results[:n])
@@ -76,17 +82,17 @@ class GatheredDispatcher:
         )
         return first, chunk
 
-    def _sizes(self, rows: tuple[int, ...]) -> list[int]:
+    def _sizes(self, rows: tuple[int, ...]) -> tuple[int, ...]:
         """Rows that each rank brings to the gather: its slice, or all of them from the leader alone."""
         topology, sizes = self.share.topology, []
         for rank in range(topology.tp):
             there = topology.at(rank)
             shared = rows[there.attn_dp_rank]
             sizes.append(shared // there.attn_tp if self.sharded else shared * there.is_leader)
-        return sizes
+        return tuple(sizes)
 
     def _gather(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, rows: tuple[int, ...]
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, sizes: tuple[int, ...]
     ) -> None:
         b, first = self.buffers, self.share.first
         start, count = self._own_rows(len(x))
@@ -94,7 +100,6 @@ class GatheredDispatcher:
         b.send.x[:count] = x[start:stop]
         b.send.weights[:count] = weights[start:stop]
         b.send.ids[:count] = ids[start:stop]
-        sizes = self._sizes(rows)
         total = sum(sizes)
         self.world.all_gather_rows(b.send.data, sizes, b.gathered.data[:total])
 
@@ -111,7 +116,7 @@ class GatheredDispatcher:
         b.close_pairs(n)
         self._plan(b.send.ids_host[:count], at, sizes)
 
-    def _plan(self, own: Any, at: Any, sizes: list[int]) -> None:
+    def _plan(self, own: Any, at: Any, sizes: tuple[int, ...]) -> None:
         """How many results go to whom, and how many come from whom."""
         b, topology = self.buffers, self.share.topology
         ends = np.searchsorted(at, np.cumsum(sizes)).tolist()
@@ -119,13 +124,11 @@ class GatheredDispatcher:
         if self.sharded:
             b.counts_out = brought
         else:  # what the leader brought goes to all that share its rows
-            b.counts_out = [
-                brought[topology.ranks_of_dp(topology.at(r).attn_dp_rank)[0]] for r in range(topology.tp)
-            ]
+            b.counts_out = [brought[leader] for leader in self._leaders]
         home = plan_home(self.share.owners(own), topology)
         cast("Any", b.places.numpy())[: len(own)] = home.places
         b.owner_counts = home.counts
-        b.counts_home = [home.counts[topology.at(r).ep_rank] for r in range(topology.tp)]
+        b.counts_home = [home.counts[ep_rank] for ep_rank in self._ep_ranks]
 
     def _bring_home(self, out: torch.Tensor) -> None:
         b = self.buffers

@@ -112,6 +112,15 @@ class Topology:
         """Ranks that hold (slices of) the same experts."""
         return tuple(range(ep_rank * self.moe_tp, (ep_rank + 1) * self.moe_tp))
 
+    def ep_rank_of_each(self) -> tuple[int, ...]:
+        """Expert-parallel rank of every rank."""
+        return tuple(rank // self.moe_tp for rank in range(self.tp))
+
+    def leader_of_each(self) -> tuple[int, ...]:
+        """First rank of the data-parallel group of every rank."""
+        size = self.attn_tp * self.cp
+        return tuple(rank // size * size for rank in range(self.tp))
+
     def as_dict(self) -> dict[str, int]:
         """Plain numbers for `stats()`."""
         return {"tp": self.tp, "dp": self.dp, "ep": self.ep, "attn_tp": self.attn_tp, "moe_tp": self.moe_tp}
