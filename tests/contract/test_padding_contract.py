@@ -412,7 +412,7 @@ def test_experts_that_take_pads_for_data_are_caught(own: Any, rigs: ModuleType, 
     it.worker.capture(lambda *args: None)
     assert all_broken(it, rigs) == set()
     monkeypatch.setattr(ops, "moe_experts", experts)
-    it.worker.capture(lambda *args: None)
+    it = own("phimoe")  # layers take their kernel when they are built
     assert "MoE of pads is not zero" in all_broken(it, rigs)
 
 
