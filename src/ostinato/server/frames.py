@@ -150,13 +150,9 @@ class Frames:
 
     def _count(self, delta: SequenceDelta) -> None:
         if delta.finish_reason == "error":
-            if delta.stop_reason:  # of the form that was asked for
-                raise ApiError(
-                    400,
-                    f"structured_outputs could not be kept: {delta.stop_reason}",
-                    param="structured_outputs",
-                )
-            why = "a step has failed; the server's log tells more"
+            why = str(delta.stop_reason or "a step has failed; the server's log tells more")
+            if why.startswith("structured_outputs"):  # the form that was asked for is at fault
+                raise ApiError(400, why, param="structured_outputs")
             raise ApiError(500, f"the engine could not finish this request: {why}", code="engine_error")
         if delta.finish_reason is not None:
             self.finish_reasons.append(delta.finish_reason)

@@ -137,7 +137,9 @@ class Matcher:
     @property
     def problem(self) -> str | None:
         """Why the matcher can go on no further (a limit of its own, or a token that was not allowed), or None."""
-        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        if not self._matcher.is_error():
+            return None
+        return f"structured_outputs could not be kept: {_one_line(self._matcher.get_error())}"
 
 
 class Grammar:
