@@ -126,7 +126,8 @@ def test_a_joined_stream_is_the_answer(
 
 
 @pytest.mark.parametrize(
-    ("why", "status"), [("the KV cache is full", 500), ("structured_outputs could not be kept: x", 400), (None, 500)]
+    ("why", "status"),
+    [("the KV cache is full", 500), ("structured_outputs could not be kept: x", 400), (None, 500)],
 )
 def test_a_completion_that_failed_is_a_problem(why: str | None, status: int) -> None:
     """It is the client's only where the form that it has asked for is at fault."""

@@ -1,10 +1,10 @@
 """The server's side of the engine: takes requests, hands out news, and keeps an engine process running.
 
-    submit ─▶ Submit ═▶ engine process ═▶ Deltas ─▶ each request's Stream
-    crash ─▶ every Stream fails ─▶ restart
+    submit ─▶ Submit ═▶ engine process ═▶ Deltas ─▶ each request's Reply
+    crash ─▶ every Reply fails ─▶ restart
 
 Lives on the event loop. Knows nothing of HTTP, text or models. Invariants: a bounded number of sequences is in flight;
-when a process ends, every stream that waits on it ends within that turn of the loop.
+when a process ends, every reply that waits on it ends within that turn of the loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ostinato.errors import OstinatoError
 from ostinato.server.api_errors import ApiError, bad_field, engine_down
 from ostinato.server.messages import Abort, Deltas, EngineInfo, Event, Failed, Ready, Refused, Stats, Submit
 from ostinato.server.metrics import Metrics
-from ostinato.server.streams import Stream
+from ostinato.server.replies import Reply
 from ostinato.server.supervisor import EngineProcess
 
 STEADY_S = 60.0
@@ -41,7 +41,7 @@ class EngineState(Enum):
 
 
 class EngineClient:
-    """Requests in, streams out. `failure` is set, and `over` with it, when the engine is given up."""
+    """Requests in, replies out. `failure` is set, and `over` with it, when the engine is given up."""
 
     def __init__(self, config: EngineConfig, options: ServerConfig, metrics: Metrics) -> None:
         self.state = EngineState.STARTING
@@ -54,7 +54,7 @@ class EngineClient:
         self._config = config
         self._options = options
         self._metrics = metrics
-        self._streams: dict[str, Stream] = {}
+        self._replies: dict[str, Reply] = {}
         self._names = count()
         self._process: EngineProcess | None = None
         self._task: asyncio.Task[None] | None = None
@@ -73,7 +73,7 @@ class EngineClient:
         self._task = asyncio.create_task(self._keep_running())
 
     async def stop(self) -> None:
-        """End the engine; streams that are still open fail."""
+        """End the engine; replies that are still open fail."""
         loaded = self.state is EngineState.READY
         self.state = EngineState.STOPPING
         if self._process is not None:
@@ -131,7 +131,7 @@ class EngineClient:
         *,
         priority: int = 0,
         extra_key: str = "",
-    ) -> Stream:
+    ) -> Reply:
         """Send prompts to the engine. Raises ApiError: 503 without an engine, 429 when too many are in flight."""
         self.check_ready()
         wanted = sum(p.n for p in params)
@@ -150,13 +150,13 @@ class EngineClient:
             )
         assert self._process is not None
         names = [f"r{next(self._names)}" for _ in prompts]
-        stream = Stream(names, wanted, self._close)
+        reply = Reply(names, wanted, self._close)
         self.in_flight += wanted
         for name, prompt, one in zip(names, prompts, params, strict=True):
-            self._streams[name] = stream
+            self._replies[name] = reply
             self._process.send(Submit(name, prompt, given_params(one), priority, extra_key))
         self._metrics.prompt_tokens += sum(len(prompt) for prompt in prompts)
-        return stream
+        return reply
 
     def check_ready(self) -> None:
         """Raises ApiError 503 unless requests can be served now."""
@@ -169,20 +169,20 @@ class EngineClient:
         }[self.state]
         raise engine_down(why)
 
-    def _close(self, stream: Stream) -> None:
-        self.in_flight -= stream.num_sequences
-        if stream.open_ids:
+    def _close(self, reply: Reply) -> None:
+        self.in_flight -= reply.num_sequences
+        if reply.open_ids:
             if self._process is not None:
-                self._process.send(Abort(sorted(stream.open_ids)))
-            self._metrics.finished("abort", len(stream.open_ids))
-        for name in stream.request_ids:
-            self._streams.pop(name, None)
+                self._process.send(Abort(sorted(reply.open_ids)))
+            self._metrics.finished("abort", len(reply.open_ids))
+        for name in reply.request_ids:
+            self._replies.pop(name, None)
 
     def _fail_all(self, why: str) -> None:
-        for stream in set(self._streams.values()):
-            stream.open_ids.clear()  # there is nobody to abort them
-            stream.fail(engine_down(why))
-        self._streams.clear()
+        for reply in set(self._replies.values()):
+            reply.open_ids.clear()  # there is nobody to abort them
+            reply.fail(engine_down(why))
+        self._replies.clear()
 
     # ---- events ----
 
@@ -194,11 +194,11 @@ class EngineClient:
         elif isinstance(event, Ready):
             self._readying = asyncio.create_task(self._become_ready(event.info))
         elif isinstance(event, Refused):
-            stream = self._streams.pop(event.request_id, None)
-            if stream is not None:
-                stream.open_ids.discard(event.request_id)
+            reply = self._replies.pop(event.request_id, None)
+            if reply is not None:
+                reply.open_ids.discard(event.request_id)
                 form = event.message.startswith("structured_outputs")
-                stream.fail(bad_field("structured_outputs" if form else None, event.message))
+                reply.fail(bad_field("structured_outputs" if form else None, event.message))
         elif isinstance(event, Failed):
             self.failure = event.message
 
@@ -216,19 +216,19 @@ class EngineClient:
             self.info, self.state = info, EngineState.READY
 
     def _hand_out(self, deltas: list[SequenceDelta]) -> None:
-        touched: dict[Stream, None] = {}
+        touched: dict[Reply, None] = {}
         now = time.perf_counter()
         for delta in deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is None:
+            reply = self._replies.get(delta.request_id)
+            if reply is None:
                 continue  # closed: what was under way has nobody
-            stream.put(delta)
-            touched[stream] = None
-            self._metrics.observe(stream, delta, now)
+            reply.put(delta)
+            touched[reply] = None
+            self._metrics.observe(reply, delta, now)
             if delta.done:
-                del self._streams[delta.request_id]
-        for stream in touched:
-            stream.wake()
+                del self._replies[delta.request_id]
+        for reply in touched:
+            reply.wake()
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:

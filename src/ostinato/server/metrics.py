@@ -15,7 +15,7 @@ from ostinato.engine.delta import SequenceDelta
 from ostinato.server.dashboard.recorder import Recorder
 
 if TYPE_CHECKING:
-    from ostinato.server.streams import Stream
+    from ostinato.server.replies import Reply
 
 TTFT_BOUNDS = (
     0.001,
@@ -109,24 +109,24 @@ class Metrics:
         self.finish_reasons: Counter[str] = Counter()
         self.http: Counter[tuple[str, int]] = Counter()
 
-    def observe(self, stream: Stream, delta: SequenceDelta, now: float) -> None:
+    def observe(self, reply: Reply, delta: SequenceDelta, now: float) -> None:
         """One delta, received at `now` (perf_counter)."""
         key = (delta.request_id, delta.index)
-        last = stream.last_news.get(key)
+        last = reply.last_news.get(key)
         tokens = len(delta.token_ids)
         if last is None:
-            self.ttft.observe(now - stream.started)
-            self.recorder.observe_first_token(now - stream.started)
+            self.ttft.observe(now - reply.started)
+            self.recorder.observe_first_token(now - reply.started)
             self.cached_tokens += delta.num_cached_tokens
         elif tokens:
             self.itl.observe((now - last) / tokens)
             self.recorder.observe_next_token((now - last) / tokens)
-        stream.last_news[key] = now
+        reply.last_news[key] = now
         self.generation_tokens += tokens
         if delta.finish_reason is not None:
             self.finished(delta.finish_reason)
-            self.e2e.observe(now - stream.started)
-            self.recorder.observe_end(now - stream.started)
+            self.e2e.observe(now - reply.started)
+            self.recorder.observe_end(now - reply.started)
 
     def finished(self, reason: str, number: int = 1) -> None:
         """Sequences that have ended."""

@@ -1,6 +1,6 @@
 """The routes that generate: `/v1/completions` and `/v1/chat/completions`.
 
-    fields ─▶ SamplingParams, token ids ─▶ Stream ─▶ first news ─▶ event stream | whole answer
+    fields ─▶ SamplingParams, token ids ─▶ Reply ─▶ first news ─▶ event stream | whole answer
 
 Waiting for the first news before answering lets a refusal be a status of its own. Knows nothing of the engine process.
 """
@@ -23,11 +23,11 @@ from ostinato.server.forms import under_its_name
 from ostinato.server.frames import AnswerHead, Frames, Shape
 from ostinato.server.params import chat_params, check_stream_options, completion_params
 from ostinato.server.protocol import ChatCompletionRequest, CompletionRequest, Sampling
+from ostinato.server.replies import Reply
 from ostinato.server.route import PROBLEMS, JsonRoute, service_of
 from ostinato.server.service import Service
 from ostinato.server.shapes import ChatShape, CompletionShape
 from ostinato.server.sse import EventStream, timed_out
-from ostinato.server.streams import Stream
 
 router = APIRouter(route_class=JsonRoute, responses=PROBLEMS)
 
@@ -119,7 +119,7 @@ async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParam
     record.prompt_tokens, record.user = head.prompt_tokens, ask.body.user
     frames = Frames(head, shape)
     deadline = ask.service.deadline(ask.request.headers.get("x-request-timeout"))
-    stream = ask.service.open(ask.body, ask.field, prompts, params, ask.request.receive)
+    reply = ask.service.open(ask.body, ask.field, prompts, params, ask.request.receive)
 
     def note() -> None:
         record.completion_tokens, record.finish_reasons = frames.completion_tokens, frames.finish_reasons
@@ -127,20 +127,20 @@ async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParam
     try:
         async with asyncio.timeout_at(deadline):
             if ask.body.stream:
-                first = await stream.take()
-                return EventStream(stream, frames, first, deadline, note)
-            return await _whole(stream, frames)
+                first = await reply.take()
+                return EventStream(reply, frames, first, deadline, note)
+            return await _whole(reply, frames)
     except TimeoutError:
-        stream.close()
+        reply.close()
         raise timed_out() from None
     except BaseException:
-        stream.close()
+        reply.close()
         raise
     finally:
         note()
 
 
-async def _whole(stream: Stream, frames: Frames) -> Response:
-    body = frames.body(await stream.take_all())
-    stream.close()
+async def _whole(reply: Reply, frames: Frames) -> Response:
+    body = frames.body(await reply.take_all())
+    reply.close()
     return Response(body, media_type="application/json")

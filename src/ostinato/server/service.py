@@ -1,6 +1,6 @@
 """What routes share: the engine's client, the text side, the name of the model, the deadline of requests.
 
-Knows nothing of routes or of how answers look. Invariant: whoever gets a `Stream` from `open` closes it.
+Knows nothing of routes or of how answers look. Invariant: whoever gets a `Reply` from `open` closes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ostinato.server.messages import EngineInfo
 from ostinato.server.metrics import Metrics
 from ostinato.server.prompts import Prompts
 from ostinato.server.protocol import Sampling
-from ostinato.server.streams import Receive, Stream
+from ostinato.server.replies import Receive, Reply
 from ostinato.server.token_text import TokenText
 from ostinato.text.tokenizer import Tokenizer
 
@@ -131,17 +131,17 @@ class Service:
         prompts: Sequence[list[int]],
         params: SamplingParams,
         receive: Receive,
-    ) -> Stream:
+    ) -> Reply:
         """Send checked prompts to the engine; the stream ends when the client disconnects. Raises ApiError."""
         self.prompts.check_lengths(field, prompts, params)
-        stream = self.client.submit(
+        reply = self.client.submit(
             prompts,
             [params] * len(prompts),
             priority=request.priority or 0,
             extra_key=request.cache_salt or "",
         )
-        stream.watch(receive)
-        return stream
+        reply.watch(receive)
+        return reply
 
     def deadline(self, wanted: str | None) -> float:
         """When a request that starts now must have ended, on the loop's clock.

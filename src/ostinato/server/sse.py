@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato.server.api_errors import ApiError, ClientGoneError
 from ostinato.server.frames import Frames, News, error_frame
-from ostinato.server.streams import Stream
+from ostinato.server.replies import Reply
 
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -31,10 +31,10 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, stream: Stream, frames: Frames, first: News, deadline: float, on_end: Callable[[], None]
+        self, reply: Reply, frames: Frames, first: News, deadline: float, on_end: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._stream = stream
+        self._reply = reply
         self._frames = frames
         self._first = first
         self._deadline = deadline
@@ -56,23 +56,23 @@ class EventStream(Response):
             await self._fail(write, problem)
         finally:
             self._on_end()
-            self._stream.close()
+            self._reply.close()
 
     async def _run(self, write: Callable[..., Any]) -> None:
-        stream, frames = self._stream, self._frames
+        reply, frames = self._reply, self._frames
         news = self._first
         while True:
             data = frames.stream(news)
-            if stream.ended:
+            if reply.ended:
                 await write(data + frames.tail(), more=False)
                 return
             if data:
                 await write(data)
-            news = await stream.take()
+            news = await reply.take()
 
     async def _fail(self, write: Callable[..., Any], problem: ApiError) -> None:
         """Tell the client, if it reads; one that does not gets its connection closed when it drains or gives up."""
-        self._stream.close()
+        self._reply.close()
         try:
             async with asyncio.timeout(5.0):
                 await write(error_frame(problem), more=False)

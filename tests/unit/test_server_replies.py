@@ -9,16 +9,16 @@ import pytest
 
 from ostinato.engine.delta import SequenceDelta
 from ostinato.server.api_errors import ApiError, ClientGoneError, engine_down
-from ostinato.server.streams import Stream
+from ostinato.server.replies import Reply
 
 
 def delta(name: str, text: str, *, done: bool = False) -> SequenceDelta:
     return SequenceDelta(name, 0, text, [1], "length" if done else None, done)
 
 
-def stream(*names: str) -> tuple[Stream, list[Stream]]:
-    closed: list[Stream] = []
-    return Stream(list(names), len(names), closed.append), closed
+def stream(*names: str) -> tuple[Reply, list[Reply]]:
+    closed: list[Reply] = []
+    return Reply(list(names), len(names), closed.append), closed
 
 
 def test_news_come_once_and_in_order() -> None:

@@ -2,7 +2,7 @@
 
 Lives on the event loop, without locks. Knows nothing of HTTP but that a client may be gone. Invariants: `put` never
 waits, so a slow reader holds up nobody; what waits to be read is bounded by what the request may generate at all; a
-stream that is closed before its end is aborted, one that has ended is not.
+reply that is closed before its end is aborted, one that has ended is not.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from ostinato.server.api_errors import ClientGoneError
 Receive = Callable[[], Any]
 
 
-class Stream:
+class Reply:
     """News of one or more engine requests (`request_ids`: one for each prompt) of one HTTP request.
 
     `take` waits for news and returns all there are, as (prompt index, delta). Raises what `fail` was given.
     """
 
-    def __init__(
-        self, request_ids: list[str], num_sequences: int, on_close: Callable[[Stream], None]
-    ) -> None:
+    def __init__(self, request_ids: list[str], num_sequences: int, on_close: Callable[[Reply], None]) -> None:
         self.request_ids = request_ids
         self.num_sequences = num_sequences
         self.open_ids = set(request_ids)
@@ -53,7 +51,7 @@ class Stream:
             self.open_ids.discard(delta.request_id)
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error, which comes after the news that are already here."""
+        """End the reply with an error, which comes after the news that are already here."""
         if self._failure is None:
             self._failure = error
         self.wake()
@@ -82,7 +80,7 @@ class Stream:
         return news
 
     def watch(self, receive: Receive) -> None:
-        """End the stream when the client disconnects. `receive` is the ASGI channel, its body read already."""
+        """End the reply when the client disconnects. `receive` is the ASGI channel, its body read already."""
         self._watcher = asyncio.create_task(self._wait_for_disconnect(receive))
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
