@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from ostinato import LLM, SamplingParams
+from ostinato.ops.cpu.background import BackgroundBuild
+from ostinato.ops.cpu.compile import Compiler, cache_key, discard_unused, kernel_name
+from ostinato.ops.cpu.isa import select_isa
+from ostinato.ops.cpu.kernel_list import KernelJob, kernel_jobs
+from ostinato.ops.cpu.launch import chain_entry
 
 SLOW_TO_IMPORT = (
     "numba",
@@ -28,6 +40,7 @@ with LLM() as llm:
     print(json.dumps({
         "text": text,
         "imported": sorted(sys.modules),
+        "names": sorted(compiler.names),
         "kernels": compiler.num_compiled,
         "from_disk": compiler.num_cache_hits,
     }))
@@ -56,3 +69,75 @@ def test_a_second_start_compiles_nothing(second_start: tuple[dict[str, Any], dic
 
 def test_a_second_start_imports_nothing_slow(second_start: tuple[dict[str, Any], dict[str, Any]]) -> None:
     assert not set(SLOW_TO_IMPORT) & set(second_start[1]["imported"])
+
+
+def listed(quantization: str | None) -> set[str]:
+    jobs = kernel_jobs(select_isa(), torch.bfloat16, mixture=True, quantized=quantization is not None)
+    return {job.name for job in jobs}
+
+
+def test_the_kernels_of_the_demo_are_compiled_ahead(
+    second_start: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    assert set(second_start[1]["names"]) <= listed(None)
+
+
+def test_the_kernels_of_an_int8_model_are_compiled_ahead() -> None:
+    with LLM(quantization="int8", context_length=256) as llm:
+        llm.generate("Once upon", SamplingParams(max_tokens=3))
+        assert llm.engine.worker.model.ops.runtime.compiler.names <= listed("int8")  # type: ignore[attr-defined]
+
+
+SMALL = [KernelJob("launch.chain_entry", 1), KernelJob("packing.pack_entry", 1), KernelJob("routing.fp32")]
+
+
+def test_workers_make_what_is_missing(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    seen: list[tuple[int, int]] = []
+    build = BackgroundBuild(SMALL, compiler, 4, lambda done, total: seen.append((done, total)))
+    compiler.pending = build
+    assert compiler.address(chain_entry)  # waits for its worker
+    build.finish()
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert all(compiler.has(job.name) for job in SMALL)
+    assert (compiler.num_compiled, compiler.num_cache_hits) == (1, 0)  # it was not there at first
+    again = Compiler(tmp_path)
+    for job in SMALL:
+        job.run(again)
+    assert (again.num_compiled, again.num_cache_hits) == (3, 3)
+    nothing = BackgroundBuild(SMALL, again, 4, lambda done, total: pytest.fail("there was nothing to do"))
+    nothing.finish()
+
+
+def test_whoever_waits_for_a_broken_worker_compiles_by_itself(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    broken = [KernelJob("launch.no_such_kernel", 1)] * 3
+    build = BackgroundBuild([*broken, KernelJob(kernel_name(chain_entry), 1)], compiler, 1, lambda *_: None)
+    compiler.pending = build
+    assert compiler.address(chain_entry)
+    build.finish()
+    assert compiler.has(kernel_name(chain_entry))
+
+
+def test_directories_that_no_start_has_used_are_removed(tmp_path: Path) -> None:
+    old, recent, other = (tmp_path / name for name in ("0.0.9-" + "a" * 16, "0.0.9-" + "b" * 16, "precious"))
+    mine = tmp_path / cache_key()
+    for directory in (old, recent, other, mine):
+        (directory / "below").mkdir(parents=True)
+        (directory / "below" / "x.o").write_bytes(b"x")
+    day = 86400
+    now = time.time()
+    for directory, age in ((old, 31), (recent, 29), (other, 400), (mine, 400)):
+        os.utime(directory, (now - age * day, now - age * day))
+    assert discard_unused(tmp_path) == [old.name]
+    assert {path.name for path in tmp_path.iterdir()} == {recent.name, other.name, mine.name}
+    assert now - mine.stat().st_mtime < day  # marked as used
+    assert discard_unused(tmp_path) == []
+
+
+def test_a_directory_removed_under_a_compiler_is_made_again(tmp_path: Path) -> None:
+    compiler = Compiler(tmp_path)
+    discard_unused(tmp_path)
+    shutil.rmtree(tmp_path / cache_key())
+    assert compiler.address(chain_entry)
+    assert compiler.has(kernel_name(chain_entry))

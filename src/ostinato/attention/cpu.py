@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -48,9 +49,7 @@ class CpuAttention:
             raise ConfigError("attention on CPU needs a contiguous KV pool in host memory")
         self._kv = kv
         self._runtime = runtime
-        self._library = NativeLibrary(
-            "attention", ATTENTION_FUNCTIONS, kind_for(first.dtype, runtime.isa), runtime.compiler.directory
-        )
+        self._kind = kind_for(first.dtype, runtime.isa)
         threads = runtime.pool.num_threads
         self._scratch_bytes = -(-field.scratch_bytes(first.shape[2]) // 64) * 64
         self._scratch = torch.zeros(threads * self._scratch_bytes + 64, dtype=torch.uint8)
@@ -59,6 +58,11 @@ class CpuAttention:
         self._counts = torch.zeros(2, dtype=torch.int64)  # real requests, real rows
         self._kernel = _AttentionKernel(self)
         self.init_graph_state(0, 0)
+
+    @cached_property
+    def _library(self) -> NativeLibrary:
+        """Made when the first launch is, not while weights have to wait for it."""
+        return NativeLibrary("attention", ATTENTION_FUNCTIONS, self._kind, self._runtime.compiler)
 
     @property
     def name(self) -> str:

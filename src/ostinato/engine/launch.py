@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from ostinato.attention.backend import AttentionBackend
-from ostinato.attention.reference import ReferenceAttention
 from ostinato.config import EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
+from ostinato.engine.kernels import choose_kernels
 from ostinato.engine.prefill_delayer import (
     STATE_WORDS,
     DelayerOptions,
@@ -42,8 +41,6 @@ from ostinato.moe.balance import balance, read_placement
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.rebalance import Rebalancer
 from ostinato.moe.routing import Consumers
-from ostinato.ops.opset import OpSet
-from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import ShapeRules, align_up
 from ostinato.parallel.rendezvous import World, single_world
 
@@ -158,8 +155,9 @@ def _worker(
     plan: ParallelPlan,
 ) -> Worker:
     """The loaded model over its attention and kernels, with buffers for the largest step."""
-    ops, attention = choose_kernels(config, pool)
     moe = model_config.moe
+    kernels = choose_kernels(config, pool, report, mixture=moe is not None)
+    ops, attention = kernels.ops, kernels.attention
     load = None if moe is None else ExpertLoad(model_config.num_layers, plan.num_physical(moe.num_experts))
     model = load_model(
         directory,
@@ -173,6 +171,7 @@ def _worker(
         progress=lambda done, total: report("Loading weights", done, total),
         parallel=plan,
     )
+    kernels.finish()
     options = WorkerOptions(
         max_bs=sizes.max_bs,
         max_num_tokens=sizes.max_num_tokens,
@@ -203,38 +202,6 @@ def _worker(
         before_step=None if rebalancer is None else rebalancer.tick,
     )
     return Worker(model, attention, pool, _backend(config), rules, options, load, coordinator, rebalancer)
-
-
-def choose_kernels(config: EngineConfig, pool: KVPool) -> tuple[OpSet, AttentionBackend]:
-    """The op set and the attention over `pool`.
-
-    "auto" takes compiled kernels wherever they can run: bf16 or fp32, pages of a multiple of 16 tokens. Raises
-    ConfigError when they are asked for, by name or by a quantization, and cannot.
-    """
-    layout = pool.layout
-    refused = ""
-    if layout.dtype not in (torch.bfloat16, torch.float32):
-        refused = f"dtype {str(layout.dtype).removeprefix('torch.')}; use bfloat16 or float32"
-    elif layout.page_size % 16:
-        refused = f"page_size {layout.page_size}; use a multiple of 16"
-    if config.kernels == "numba" and refused:
-        raise ConfigError(f"kernels 'numba' cannot run with {refused}, or kernels 'reference'")
-    if config.quantization is not None and refused:
-        raise ConfigError(f"quantization {config.quantization!r} cannot run with {refused}")
-    if config.kernels == "reference" or refused:
-        return ReferenceOps(), ReferenceAttention(pool)
-    # Imported here: compiling and loading kernels costs time that a run without them need not spend.
-    from ostinato.attention.cpu import CpuAttention
-    from ostinato.ops.cpu.opset import open_numba_ops
-
-    isa = None if config.isa == "auto" else config.isa
-    ops = open_numba_ops(
-        isa=isa,
-        num_threads=torch.get_num_threads(),
-        cache_dir=cache_dir() / "kernels",
-        quantization=config.quantization,
-    )
-    return ops, CpuAttention(pool, ops.runtime)
 
 
 def _scheduler(

@@ -8,11 +8,17 @@ is loaded without importing Numba.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
+import re
+import tempfile
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol
 
 import llvmlite
 from llvmlite import binding
@@ -23,6 +29,8 @@ from ostinato.ops.cpu.objects import LoadedCode, kernel_object, read_code, write
 Address = int
 Kernel = Callable[..., None]
 
+UNUSED_DAYS = 30
+_KEYED = re.compile(r".+-[0-9a-f]{16}")
 _ENTRY = "kernel"  # the symbol of every kernel in its own file
 
 
@@ -47,48 +55,103 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "ostinato" / "kernels"
 
 
+def discard_unused(root: Path, days: float = UNUSED_DAYS) -> list[str]:
+    """Mark this key's directory as used, and remove those of other keys that no start has used for `days`.
+
+    Returns their names. Other processes may start meanwhile: a directory vanishes at once, and who misses a file
+    compiles it anew; code that is loaded needs its file no more. What cannot be removed stays.
+    """
+    mine = root / cache_key()
+    mine.mkdir(parents=True, exist_ok=True)
+    os.utime(mine)
+    oldest = time.time() - days * 86400
+    removed = []
+    for directory in root.iterdir():
+        if not _KEYED.fullmatch(directory.name) or directory == mine:
+            continue
+        with contextlib.suppress(OSError):
+            if directory.stat().st_mtime >= oldest:
+                continue
+            with tempfile.TemporaryDirectory(dir=root, prefix=".unused-") as scratch:
+                directory.rename(Path(scratch) / directory.name)
+            removed.append(directory.name)
+    return removed
+
+
 def kernel_name(function: Kernel) -> str:
     """Name of a kernel's file: `gemm.gemm_worker`."""
     return f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+
+
+class Pending(Protocol):
+    """Code that others are compiling: `names` are those that were missing when they began."""
+
+    names: frozenset[str]
+
+    def wait(self, name: str) -> None:
+        """Return when the file `name` is there, or will not be."""
+        ...
 
 
 class Compiler:
     """Compiles each function once; owns the compiled code, so it must outlive every address it gave."""
 
     def __init__(self, cache_dir: Path | None = None) -> None:
-        self._root = cache_dir or default_cache_dir()
+        self.root = cache_dir or default_cache_dir()
+        self.pending: Pending | None = None
         self._loaded: dict[Kernel, LoadedCode] = {}
-        self._cache_hits = 0
+        self._sources: dict[str, bool] = {}  # name -> whether it was on disk before
 
     @property
     def directory(self) -> Path:
         """The keyed directory in which compiled code is kept."""
-        return self._root / cache_key()
+        return self.root / cache_key()
 
     @property
     def num_compiled(self) -> int:
-        """Functions ready, compiled here or loaded from disk."""
-        return len(self._loaded)
+        """Kernels and libraries ready, compiled at this start or before."""
+        return len(self._sources)
 
     @property
     def num_cache_hits(self) -> int:
-        """How many of them came from disk."""
-        return self._cache_hits
+        """How many of them were on disk when this start began."""
+        return sum(self._sources.values())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of their files."""
+        return frozenset(self._sources)
+
+    def has(self, name: str) -> bool:
+        """Whether code of this name is on disk."""
+        return self._path(name).exists()
+
+    def code(self, name: str, make: Callable[[], bytes]) -> bytes:
+        """The object code `name`: from disk, where others that compile it have put it, or made here and kept."""
+        code = read_code(self._path(name))
+        found = code is not None
+        if self.pending is not None and name in self.pending.names:
+            found = False
+            self.pending.wait(name)
+            code = read_code(self._path(name))
+        self._sources[name] = found
+        if code is None:
+            code = make()
+            write_code(self._path(name), code)
+        return code
 
     def address(self, function: Kernel, arguments: int = 1) -> Address:
         """Address of `function` as `void f(int64_t, ...)` of so many arguments."""
-        code = self._loaded.get(function)
-        if code is None:
-            code = self._loaded[function] = self._load(function, arguments)
-        return code.addresses[_ENTRY]
+        loaded = self._loaded.get(function)
+        if loaded is None:
+            code = self.code(kernel_name(function), lambda: _compile(function, arguments))
+            loaded = self._loaded[function] = LoadedCode(code, [_ENTRY])
+        return loaded.addresses[_ENTRY]
 
-    def _load(self, function: Kernel, arguments: int) -> LoadedCode:
-        path = self.directory / f"{kernel_name(function)}.o"
-        code = read_code(path)
-        if code is None:
-            ir, symbol = compile_to_ir(function, arguments)
-            code = kernel_object(ir, symbol, _ENTRY)
-            write_code(path, code)
-        else:
-            self._cache_hits += 1
-        return LoadedCode(code, [_ENTRY])
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{name}.o"
+
+
+def _compile(function: Kernel, arguments: int) -> bytes:
+    ir, symbol = compile_to_ir(function, arguments)
+    return kernel_object(ir, symbol, _ENTRY)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llvmlite import binding, ir
 
+from ostinato.ops.cpu.compile import Compiler
 from ostinato.ops.cpu.lane_kinds import Kind
-from ostinato.ops.cpu.objects import LoadedCode, emit_object, read_code, target_machine, write_code
+from ostinato.ops.cpu.objects import LoadedCode, emit_object, target_machine
 from ostinato.ops.cpu.vector_ir import I64, Lanes, Value
 
 Emit = Callable[[Lanes, Kind, list[Value]], None]
@@ -33,21 +33,15 @@ class NativeFunction:
 class NativeLibrary:
     """Functions compiled for one kind; `addresses` maps their names to machine code."""
 
-    __slots__ = ("_code", "addresses", "from_disk")
+    __slots__ = ("_code", "addresses")
 
     def __init__(
-        self, name: str, functions: Mapping[str, NativeFunction], kind: Kind, cache_dir: Path | None = None
+        self, name: str, functions: Mapping[str, NativeFunction], kind: Kind, compiler: Compiler
     ) -> None:
-        """Load the library from `cache_dir` (a keyed directory), or compile it and keep it there."""
-        path = None if cache_dir is None else cache_dir / f"{name}.{kind.name}.o"
-        code = None if path is None else read_code(path)
-        self.from_disk = code is not None
-        if code is None:
-            code = _compile(functions, kind, target_machine())
-            if path is not None:
-                write_code(path, code)
+        """Load the library as `compiler` keeps it, or compile it."""
+        code = compiler.code(f"{name}.{kind.name}", lambda: _compile(functions, kind, target_machine()))
         self._code = LoadedCode(code, functions)
-        self.addresses = self._code.addresses
+        self.addresses: Mapping[str, int] = self._code.addresses
 
 
 def _compile(functions: Mapping[str, NativeFunction], kind: Kind, machine: Any) -> bytes:

@@ -116,7 +116,7 @@ class Routing:
 
 def score_library(runtime: Runtime) -> NativeLibrary:
     """The score functions, compiled or from disk."""
-    return NativeLibrary("routing", SCORE_FUNCTIONS, SCORE_KIND, runtime.compiler.directory)
+    return NativeLibrary("routing", SCORE_FUNCTIONS, SCORE_KIND, runtime.compiler)
 
 
 def _rule_fields(rule: RoutingRule, functions: Mapping[str, int]) -> dict[int, int]:

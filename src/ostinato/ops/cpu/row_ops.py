@@ -79,8 +79,8 @@ class RowLibraries:
     def of(self, dtype: torch.dtype) -> NativeLibrary:
         kind: Kind = kind_for(dtype, self._runtime.isa)
         if kind.name not in self._libraries:
-            directory = self._runtime.compiler.directory
-            self._libraries[kind.name] = NativeLibrary(self._name, self._functions, kind, directory)
+            compiler = self._runtime.compiler
+            self._libraries[kind.name] = NativeLibrary(self._name, self._functions, kind, compiler)
         return self._libraries[kind.name]
 
 
