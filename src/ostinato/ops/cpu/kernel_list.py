@@ -32,7 +32,8 @@ from ostinato.ops.cpu.rope_ir import ROW_FUNCTIONS
 from ostinato.ops.cpu.routing_ir import SCORE_FUNCTIONS, SCORE_KIND
 from ostinato.ops.cpu.routing_rows import routing_entry, routing_worker
 from ostinato.ops.cpu.rows import rows_entry, rows_worker
-from ostinato.ops.cpu.tiles import TILE_ARGUMENTS, tile_function
+from ostinato.ops.cpu.tile_choice import tile_function
+from ostinato.ops.cpu.tiles import TILE_ARGUMENTS
 
 LIBRARIES: Mapping[str, Mapping[str, NativeFunction]] = MappingProxyType(
     {
