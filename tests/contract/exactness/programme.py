@@ -7,7 +7,7 @@ value of each axis, and the lists of values have lengths that do not divide one 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from ostinato.graphs.buckets import default_prefill_sizes
@@ -19,7 +19,7 @@ from .stage import Setting
 ALWAYS = PATHS[:2]
 GRAPHS = ("eager", "tape")
 SMALL_ENSEMBLE = 8
-"""On the reference kernels, which are some ten times slower, unless all is played."""
+"""On the reference kernels, which are some ten times slower."""
 RUNNING = (ENSEMBLE, 13, 5, 21, 8)
 PREFILL_BUCKETS = tuple(size for size in default_prefill_sizes(CONTEXT) if size <= CONTEXT)
 TWO_THREADS = (5, 21, 38)
@@ -52,16 +52,18 @@ class Programme:
     @property
     def size(self) -> int:
         """Requests of the ensemble."""
-        return ENSEMBLE if self.path.kernels == "numba" or self.exhaustive else SMALL_ENSEMBLE
+        return ENSEMBLE if self.path.kernels == "numba" else SMALL_ENSEMBLE
 
     def parts(self, vocab: int) -> list[Part]:
-        if self.exhaustive or self.size < ENSEMBLE:
+        if self.size < ENSEMBLE:
             return ensemble(vocab, self.size)
+        if self.exhaustive:
+            return ensemble(vocab, self.size, leaving=2, shift=PATHS.index(self.path) % 2)
         return ensemble(vocab, self.size, leaving=6, stay=2, shift=self.turn % 6)
 
     def long_parts(self, vocab: int) -> list[Part]:
         """Requests that outgrow a cache of `kv_tokens`."""
-        return long_answers(vocab)
+        return long_answers(vocab, length=44 if self.path.page == 16 else 30)
 
     @property
     def kv_tokens(self) -> int:
@@ -111,7 +113,7 @@ class Programme:
         yield self.whole
         if self.exhaustive:
             yield Setting(graph="tape", capture="startup", exact_buckets=True)
-            for size in range(1, ENSEMBLE + 1):
+            for size in range(1, self.size + 1):
                 yield Setting(graph="tape", decode_buckets=(size,))
             for size in PREFILL_BUCKETS:
                 yield Setting(graph="tape", prefill_buckets=(size,))
@@ -139,7 +141,7 @@ class Programme:
 
     def mates(self) -> tuple[int, ...]:
         if self.exhaustive:
-            return tuple(range(1, ENSEMBLE))
+            return tuple(range(1, self.size))
         return (1 + self.turn % (self.size - 1),)
 
     def retractions(self) -> Iterator[Setting]:
@@ -148,8 +150,9 @@ class Programme:
             chunk_pages=self.chunk,
             caching=self.turn % 3 > 0,
             kv_tokens=self.kv_tokens,
+            hopeful=True,
         )
         yield sample
         if self.exhaustive:
             for graph, chunk, caching in product(GRAPHS, self.chunks, (False, True)):
-                yield Setting(graph=graph, chunk_pages=chunk, caching=caching, kv_tokens=self.kv_tokens)
+                yield replace(sample, graph=graph, chunk_pages=chunk, caching=caching)

@@ -49,7 +49,10 @@ def on_stage(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Ite
 def test_together(on_stage: OnStage) -> None:
     """Up to 33 mates in every bucket, eager and captured, prompts whole and in chunks."""
     for setting in on_stage.programme.together():
-        axes.together(on_stage.stage, setting, on_stage.parts)
+        few = setting.decode_buckets is not None and len(setting.decode_buckets) == 1
+        # What goes beyond a single bucket runs eager, so few more requests than it holds are enough.
+        parts = on_stage.parts[: setting.decode_buckets[0] + 2] if few else on_stage.parts
+        axes.together(on_stage.stage, setting, parts)
         on_stage.rest(setting)
 
 

@@ -32,7 +32,7 @@ LONG = (
 """Some 300 tokens: attention over keys in several chunks."""
 CHUNKED = Setting(graph="tape", chunk_pages=4, max_running=8)
 MIXED = Setting(chunk_pages=9, mixed=True, decode_buckets=(5,), max_running=8, threads=2)
-SMALL = Setting(graph="tape", chunk_pages=1, max_running=8, kv_tokens=144)
+SMALL = Setting(graph="tape", chunk_pages=1, max_running=8, kv_tokens=144, hopeful=True)
 MODELS = ("smollm2", "smollm2_moe")
 
 
@@ -59,7 +59,7 @@ class Real:
         self.parts = [Part(f"text{i}", ids, sampling(i, 4 + 2 * i)) for i, ids in enumerate(texts)]
         self.long = Part("long", tuple(tokenizer.encode(LONG)), sampling(0, 12))
         self.growing = [
-            Part(f"grows{i}", p.prompt[:5], sampling(i, 30)) for i, p in enumerate(self.parts[:4])
+            Part(f"grows{i}", p.prompt[:5], sampling(i, 44)) for i, p in enumerate(self.parts[:4])
         ]
         stage.alone([*self.parts, self.long, *self.growing])
         stage.forget(ALONE)  # one engine at a time: each holds the weights
