@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ostinato import LLM, RequestOutput, SamplingParams
-from ostinato.engine.sampler import mix64
+from ostinato.ops.choice import mix64
 
 PROMPT = "It is a truth universally acknowledged, that"
 OTHERS = [

@@ -11,16 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine.request import SamplingParams
-from ostinato.engine.sampler import (
-    SampleInput,
-    _adjust,
-    _candidates,
-    _place,
-    mix64,
-    sample,
-    top_logprobs,
-    uniform,
-)
+from ostinato.engine.sampler import Sampled, SampleInput, adjust, rule_of, top_logprobs
+from ostinato.engine.sampler import sample as sample_by
+from ostinato.ops.choice import candidates, uniform
+from ostinato.ops.reference import ReferenceOps
 
 VOCAB = 40
 
@@ -41,9 +35,8 @@ def make_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def test_mix64_is_the_published_splitmix64() -> None:
-    """First output of splitmix64 seeded with 0 (value from the algorithm's reference implementation)."""
-    assert mix64(0) == 0xE220A8397B1DCDAF
+def sample(logits: torch.Tensor, rows: list[SampleInput]) -> list[Sampled]:
+    return sample_by(logits, rows, ReferenceOps())
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**31))
@@ -100,31 +93,6 @@ def test_rows_do_not_see_each_other(seed: int, count: int) -> None:
         assert together[i] == shuffled[place] == sample(logits[i : i + 1], [rows[i]])[0]
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 700), st.integers(0, 99), st.sampled_from([0.0, 0.25, 0.999, 1 - 2**-53]), st.booleans()
-)
-def test_the_place_found_by_blocks_is_that_of_the_running_sum(
-    n: int, seed: int, share: float, tail: bool
-) -> None:
-    """The first place past the share, and never one that weighs nothing."""
-    rng = np.random.default_rng(seed)
-    weights = (rng.random(n) * (rng.random(n) < 0.3)).astype(np.float32)
-    weights[rng.integers(n)] = 1.0
-    if tail:
-        weights = np.concatenate([weights, np.zeros(600, dtype=np.float32)])
-    place, sums = _place(weights, share), np.cumsum(weights, dtype=np.float64)
-    assert weights[place] > 0
-    assert sums[place] > share * sums[-1] * (1 - 1e-9)
-    assert sums[place] - weights[place] <= share * sums[-1] * (1 + 1e-9)
-
-
-def test_rows_without_transforms_take_the_choice_that_is_known() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0]] * 2)
-    rows = [make_input(temperature=0.0), make_input(temperature=0.0, logit_bias={2: 9.0})]
-    assert [s.token_id for s in sample(logits, rows, [0, 0])] == [0, 2]
-
-
 def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1, [9, 4]] = 1.0
@@ -155,15 +123,14 @@ def test_filters_keep_what_transformers_keeps(
 
     logits = make_logits(1, seed)
     warped = getattr(logits_process, processor[0])(processor[1])(None, logits.clone())
-    ids, weights = _candidates(logits[0].numpy(), make_input(temperature=1.0, **params).params)
+    ids, weights = candidates(logits[0], *rule_of(make_input(temperature=1.0, **params).params))
     assert ids.tolist() == torch.isfinite(warped[0]).nonzero()[:, 0].tolist()
-    expected = torch.softmax(warped[0].double(), 0)[torch.from_numpy(ids)]
+    expected = torch.softmax(warped[0].double(), 0)[ids]
     assert np.allclose(weights / weights.sum(), expected.numpy(), rtol=1e-6)
 
 
 def test_top_k_breaks_ties_by_the_lowest_id() -> None:
-    logits = np.zeros(VOCAB, dtype=np.float32)
-    ids, _ = _candidates(logits, make_input(temperature=1.0, top_k=3).params)
+    ids, _ = candidates(torch.zeros(VOCAB), 1.0, 3, 1.0, 0.0)
     assert ids.tolist() == [0, 1, 2]
 
 
@@ -174,13 +141,13 @@ def test_repetition_penalty_is_that_of_transformers() -> None:
     history = (3, 3, 5, 9)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([history]), logits.clone())
     row = make_input(prompt=(3, 5), output=(3, 9), repetition_penalty=1.7)
-    assert np.array_equal(_adjust(logits[0].numpy(), row), expected[0].numpy())
+    assert torch.equal(adjust(logits[0], row), expected[0])
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
     """OpenAI's formula: logit - count * frequency - (count > 0) * presence."""
     row = make_input(prompt=(1, 1, 1), output=(2, 2, 4), presence_penalty=0.5, frequency_penalty=0.25)
-    out = _adjust(np.zeros(VOCAB, dtype=np.float32), row)
+    out = adjust(torch.zeros(VOCAB), row)
     assert out[1] == 0.0
     assert out[2] == -1.0
     assert out[4] == -0.75

@@ -30,11 +30,20 @@ from ostinato.engine.request import (
     as_token_ids,
     check_text,
 )
-from ostinato.engine.sampler import Sampled, SampleInput, is_plain_greedy, mix64, sample, top_logprobs
+from ostinato.engine.sampler import (
+    Sampled,
+    SampleInput,
+    needs_history,
+    rule_of,
+    sample,
+    top_logprobs,
+    with_logprobs,
+)
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.engine.worker import StepResult
 from ostinato.errors import RequestError
+from ostinato.ops.choice import mix64
 from ostinato.parallel.rendezvous import World, single_world
 from ostinato.text.chat import ChatTemplate
 from ostinato.text.grammar import Grammar, Grammars, Matcher
@@ -164,8 +173,7 @@ class Engine:
         stops = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stops |= self.stop_token_ids
-        takes_best = is_plain_greedy(params) and params.logprobs is None and params.min_tokens == 0
-        takes_best = takes_best and grammar is None
+        by_step = grammar is None and not needs_history(params)
         sequences: list[Sequence] = []
         for index in range(params.n):
             sequence = Sequence(
@@ -177,7 +185,9 @@ class Engine:
                 limit,
                 stops,
                 leader=sequences[0] if sequences else None,
-                takes_best=takes_best,
+                rule=rule_of(params),
+                by_step=by_step,
+                bare=by_step and params.logprobs is None,
                 matcher=None if grammar is None else grammar.matcher(),
             )
             sequences.append(sequence)
@@ -238,20 +248,26 @@ class Engine:
         self._tokens["generated"] += len(chosen)
 
     def _choose(self, result: StepResult) -> dict[Sequence, Sampled]:
-        """The token of each row that chooses one; those that are not the greedy ones go back to the worker."""
+        """The token of each row that chooses one; those that are not the step's own go back to the worker."""
         chosen: dict[Sequence, Sampled] = {}
-        relay = False
-        for i, (row, best) in enumerate(zip(result.sampling, result.greedy, strict=True)):
+        others: list[int] = []
+        for i, (row, token) in enumerate(zip(result.sampling, result.tokens, strict=True)):
             sequence = row.sequence
-            if sequence.takes_best:
-                chosen[sequence] = Sampled(best)
+            chosen[sequence] = Sampled(token)
+            if sequence.bare:
                 continue
-            sampled = sample(result.logits[i : i + 1], [_sample_input(row)], [best])[0]
-            if sequence.matcher is not None:
-                sequence.matcher.accept(sampled.token_id)
-            relay = relay or sampled.token_id != best
-            chosen[sequence] = sampled
-        if relay:
+            if sequence.by_step:
+                chosen[sequence] = with_logprobs(result.logits[i], token, sequence.request.params.logprobs)
+            else:
+                others.append(i)
+        if others:
+            rows = [result.sampling[i] for i in others]
+            inputs = [_sample_input(row) for row in rows]
+            sampled = sample(result.logits[others], inputs, self.worker.model.ops)
+            for row, found in zip(rows, sampled, strict=True):
+                chosen[row.sequence] = found
+                if row.sequence.matcher is not None:
+                    row.sequence.matcher.accept(found.token_id)
             self.worker.relay([s.token_id for s in chosen.values()])
         return chosen
 

@@ -27,8 +27,9 @@ class SequenceState(enum.Enum):
 class Sequence:
     """Completion `index` of `request`. `arrival` orders the queue; `leader` is the sibling whose prefill it awaits.
 
-    takes_best: every token is the likeliest one and nothing more is asked about it. matcher: its place in the form
-    that its request asks for; it has been told all of `output_token_ids`.
+    rule: temperature, top-k, top-p and min-p. by_step: the step chooses its tokens, from logits as they are; bare: and
+    nothing more is asked about them. matcher: its place in the form that its request asks for; it has been told all of
+    `output_token_ids`.
     """
 
     request: Request
@@ -39,7 +40,9 @@ class Sequence:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     leader: Sequence | None = None
-    takes_best: bool = False
+    rule: tuple[float, int, float, float] = (0.0, 0, 1.0, 0.0)
+    by_step: bool = True
+    bare: bool = False
     matcher: Matcher | None = None
     state: SequenceState = SequenceState.WAITING
     output_token_ids: list[int] = field(default_factory=list)

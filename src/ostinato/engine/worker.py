@@ -25,6 +25,7 @@ from ostinato.engine.batch import (
     extend_batch,
     idle_batch,
 )
+from ostinato.engine.chooser import Chooser
 from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
@@ -58,13 +59,13 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`logits` fp32 [len(sampling) or more, vocab]: the rows that choose a token; `greedy`: the best of each row.
+    """`logits` fp32 [len(sampling) or more, vocab]: of the rows that choose a token; `tokens`: what the step chose.
 
     Logits are overwritten by the next step.
     """
 
     logits: torch.Tensor
-    greedy: list[int]
+    tokens: list[int]
     sampling: tuple[ScheduledSequence, ...]
 
 
@@ -98,9 +99,8 @@ class Worker:
         self.options = options
         self._attention = attention
         self._eager = EagerStream()
-        self._choice = torch.zeros(options.max_bs, dtype=torch.int64)
-        self._host_choice = self._choice.numpy()
-        # What the decode buffers hold: the rows of the last step and the tokens in `_choice`, if no other came since.
+        self._chooser = Chooser(options.max_bs, model.ops)
+        # What the decode buffers hold: the rows of the last step and their tokens, if no other step came since.
         self._held: tuple[ScheduledSequence, ...] = ()
         self._held_tokens: Ints = ()
         self._held_key: GraphKey | None = None
@@ -135,7 +135,7 @@ class Worker:
     def _decode_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
         live = view.num_token_non_padded
         logits = self.model.logits(self.model.forward(view, stream), stream, live)
-        stream.launch(self.model.ops.argmax, logits, self._choice[: logits.shape[0]], live)
+        self._chooser.greedy(logits, live, stream)
         return logits
 
     def _advance(self, view: ForwardBatch, stream: Stream) -> None:
@@ -144,14 +144,19 @@ class Worker:
         rows = view.input_ids.shape[0]
         stream.launch(
             self.model.ops.advance,
-            self._choice[:rows],
+            self._chooser.tokens[:rows],
             view.input_ids,
             view.positions,
             view.out_cache_loc,
             view.req_pool_indices,
             self.pool.page_table,
             self.pool.page_size,
-            (view.seq_lens, view.seq_lens_cpu, self._attention.planned_lens[:rows]),
+            (
+                view.seq_lens,
+                view.seq_lens_cpu,
+                self._attention.planned_lens[:rows],
+                self._chooser.positions[:rows],
+            ),
             view.num_token_non_padded,
         )
 
@@ -192,18 +197,19 @@ class Worker:
             if not decodes:
                 return self._prefill(plan, shape, batch, prompt_logits)
             logits = self.decode.run(shape, batch)
-        tokens: list[int] = self._host_choice[: len(rows)].tolist()
+            self._chooser.begin([row.sequence for row in rows], [row.start for row in rows], logits)
+        tokens = self._chooser.take(len(rows))
         self._held, self._held_tokens, self._held_key = rows, tokens, shape.key
         return StepResult(logits, tokens, rows)
 
     def relay(self, tokens: Ints) -> None:
-        """Tokens chosen for the rows of the decode step that has just run, where they are not its greedy ones."""
+        """Tokens of all rows of the decode step that has just run, where some are not its own choice."""
         if self._held:
-            self._host_choice[: len(tokens)] = tokens
+            self._chooser.relay(tokens)
             self._held_tokens = tokens
 
     def _goes_on(self, rows: tuple[ScheduledSequence, ...]) -> bool:
-        """Whether these are the sequences of the last step, each with the token that `_choice` holds and no more."""
+        """Whether these are the sequences of the last step, each with the token it chose and no more."""
         if len(rows) != len(self._held):
             return False
         for now, before, token in zip(rows, self._held, self._held_tokens, strict=True):
@@ -218,6 +224,7 @@ class Worker:
         """Take part in a step of other ranks, if there is one, without rows of the own."""
         shape = self.coordinator.decide(None)
         if shape is not None:
+            self._held = ()
             runner = self.decode if shape.mode is StepMode.DECODE else self.prefill
             runner.run(shape, idle_batch(shape.mode))
 
@@ -237,8 +244,13 @@ class Worker:
                 sampling.append(row)
         logits = self._head(hidden, last)
         if last:
-            self._eager.launch(self.model.ops.argmax, logits, self._choice[: len(last)])
-        return StepResult(logits, self._host_choice[: len(last)].tolist(), tuple(sampling))
+            self._chooser.greedy(logits, None, self._eager)
+            self._chooser.begin(
+                [row.sequence for row in sampling],
+                [row.start + row.num_tokens - 1 for row in sampling],
+                logits,
+            )
+        return StepResult(logits, self._chooser.take(len(last)) if last else [], tuple(sampling))
 
     def _prompt_rows(
         self, row: ScheduledSequence, offset: int, hidden: torch.Tensor, prompt_logits: PromptLogits

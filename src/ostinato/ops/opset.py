@@ -257,6 +257,22 @@ class OpSet(Protocol):
         """out[t] (int64 [T]) = index of the largest value of x [T, V]: the lowest among equals, NaN never."""
         ...
 
+    def sample(
+        self,
+        x: torch.Tensor,
+        rules: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
+    ) -> None:
+        """out[t] = the token that follows row t, by `ops.choice.choose` of fp32 logits x [T, V].
+
+        rules fp64 [T, 4]: temperature, top-k (0: all), top-p, min-p; seeds, positions and out int64 [T]. The noise is
+        that of (seeds[t], positions[t] + 1). Rows past `live` come out 0.
+        """
+        ...
+
     def advance(
         self,
         choice: torch.Tensor,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 from torch.nn.functional import layer_norm
 
+from ostinato.ops.choice import choose, uniform
 from ostinato.ops.exact import sigmoid, silu
 from ostinato.ops.opset import (
     PackedExperts,
@@ -246,6 +247,24 @@ class ReferenceOps:
         n = live_rows(x, live)
         out[:n] = x[:n].masked_fill(x[:n].isnan(), float("-inf")).argmax(-1)
         out[n:] = 0
+
+    def sample(
+        self,
+        x: torch.Tensor,
+        rules: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+        live: torch.Tensor | None = None,
+    ) -> None:
+        n = live_rows(x, live)
+        out[n:] = 0
+        for i, (rule, seed, position) in enumerate(
+            zip(rules[:n].tolist(), seeds[:n].tolist(), positions[:n].tolist(), strict=True)
+        ):
+            temperature, top_k, top_p, min_p = rule
+            noise = uniform(seed, position + 1)
+            out[i] = choose(x[i], temperature, int(top_k), top_p, min_p, noise)
 
     def advance(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from ostinato.ops.cpu.jit import intrinsic, types
-from ostinato.ops.cpu.vector_ir import F32, I32, I64, POINTER, Lanes
+from ostinato.ops.cpu.vector_ir import F32, F64, I32, I64, POINTER, Lanes
 
 _Signature = tuple[Any, Any]
 
@@ -66,6 +66,16 @@ def load_f32(typing_context: Any, address: Any) -> _Signature:
         return builder.load(builder.inttoptr(args[0], POINTER), typ=F32, align=4)
 
     return types.float32(types.int64), emit
+
+
+@intrinsic
+def load_f64(typing_context: Any, address: Any) -> _Signature:
+    """The fp64 at `address`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], POINTER), typ=F64, align=8)
+
+    return types.float64(types.int64), emit
 
 
 @intrinsic

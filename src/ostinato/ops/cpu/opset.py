@@ -15,6 +15,7 @@ import torch
 
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.advance import Advance
+from ostinato.ops.cpu.choice import Sample
 from ostinato.ops.cpu.elementwise import ElementwiseOps
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
 from ostinato.ops.cpu.launch import Runtime, open_runtime
@@ -58,6 +59,7 @@ class NumbaOps:
         self.combine_slots = elements.combine_slots
         self.scale_by_position = reference.scale_by_position
         self.advance = Advance(runtime)
+        self.sample = Sample(runtime, self.scratch)
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         if not supports(rule):

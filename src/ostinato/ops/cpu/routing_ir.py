@@ -15,7 +15,8 @@ from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.vector_ir import LANES, VF, VI, Lanes, Value
 
 
-def _exp(lanes: Lanes, x: Value) -> Value:
+def exact_exp(lanes: Lanes, x: Value) -> Value:
+    """`ops.exact.exp` of 16 values."""
     b = lanes.b
     most = lanes.floats(exact.LARGEST_EXPONENT)
     x = b.select(b.fcmp_ordered(">", x, most), most, x)
@@ -41,12 +42,12 @@ def _polynomial(lanes: Lanes, x: Value, coefficients: tuple[float, ...]) -> Valu
 
 def _sigmoid(lanes: Lanes, x: Value) -> Value:
     b, one = lanes.b, lanes.floats(1.0)
-    return b.fdiv(one, b.fadd(one, _exp(lanes, b.fneg(x))))
+    return b.fdiv(one, b.fadd(one, exact_exp(lanes, b.fneg(x))))
 
 
 def _sqrt_softplus(lanes: Lanes, x: Value) -> Value:
     b, zero = lanes.b, lanes.floats(0.0)
-    t = _exp(lanes, b.fneg(lanes.call("llvm.fabs.v16f32", VF, x)))
+    t = exact_exp(lanes, b.fneg(lanes.call("llvm.fabs.v16f32", VF, x)))
     s = b.fdiv(t, b.fadd(t, lanes.floats(2.0)))
     square = b.fmul(s, s)
     series = b.fadd(b.fmul(_polynomial(lanes, square, exact.LOG1P_COEFFICIENTS), square), lanes.floats(1.0))
@@ -92,7 +93,7 @@ def _softmax(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     most = lanes.max_lanes(_visit(lanes, args, lowest, largest))
 
     def powers(source: Value, target: Value, mask: Value, total: Value) -> Value:
-        power = _exp(lanes, b.fsub(lanes.load_masked(source, mask, VF), most))
+        power = exact_exp(lanes, b.fsub(lanes.load_masked(source, mask, VF), most))
         power = b.select(mask, power, lanes.floats(0.0))
         lanes.store(power, target)
         return b.fadd(total, power)

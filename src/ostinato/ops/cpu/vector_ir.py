@@ -17,6 +17,7 @@ from llvmlite import binding, ir
 LANES = 16
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F32 = ir.FloatType()
+F64 = ir.DoubleType()
 VF = ir.VectorType(F32, LANES)
 VI = ir.VectorType(I32, LANES)
 VH = ir.VectorType(I16, LANES)
