@@ -12,13 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.engine.batch import ForwardBatch, capture_batch, capture_shapes, decode_batch
+from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.registries import build_decode_registry
 from ostinato.graphs import Backend, EagerBackend, GraphRunner, Stream, TapeBackend
 from ostinato.graphs.audit import POISONS, poison_registry
+from ostinato.moe.pairs import StepWidths
 from ostinato.ops.cpu.opset import NumbaOps, open_numba_ops
 from ostinato.ops.opset import OpSet
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import Buckets, ShapeRules, StepMode, StepShape, decide_shape
+from ostinato.parallel.collectives import SingleGroup
+from ostinato.parallel.rendezvous import World
+from ostinato.parallel.topology import Topology
 
 BS, PAGE, PAGES = 8, 4, 6
 RULES = ShapeRules(Buckets((2, 4, 8)), Buckets(()))
@@ -159,3 +164,18 @@ def test_refusals_name_the_tensor() -> None:
         advance(ids, ids, ids, ids, ids, table.long(), 4, (ids,))
     with pytest.raises(ValueError, match="at most 4"):
         advance(ids, ids, ids, ids, ids, table, 4, (ids,) * 5)
+
+
+def test_a_step_is_repeated_unasked_only_where_no_other_group_has_a_say() -> None:
+    """With more than one data-parallel rank every step is agreed upon; what comes before a step comes either way."""
+    calls: list[int] = []
+
+    def coordinator(dp: int) -> Coordinator:
+        alone = SingleGroup()
+        world = World(Topology(tp=dp, dp=dp, ep=dp), alone, alone, alone)
+        return Coordinator.of(world, RULES, StepWidths(), depends=True, before_step=lambda: calls.append(dp))
+
+    assert coordinator(1).repeats()
+    assert calls == [1]
+    assert not coordinator(2).repeats()
+    assert calls == [1]

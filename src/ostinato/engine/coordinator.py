@@ -70,6 +70,17 @@ class Coordinator:
         self.widths.rows = gathered_rows(shape, self.rules).padded
         return shape
 
+    def repeats(self) -> bool:
+        """Whether the last step's shape holds for its rows' next step without asking: no other group has a say.
+
+        Stands in for `decide` then, for what must be done before each step too.
+        """
+        if self.world.topology.dp > 1:
+            return False
+        if self.depends:
+            self.before_step()
+        return True
+
     def exchange(self, words: int) -> Callable[[list[int]], list[list[int]]]:
         """Gathers rows of `words` whole numbers from all ranks, and gives back those of the leaders."""
         group, leaders = self.world.world, self.world.topology.leaders

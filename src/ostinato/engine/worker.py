@@ -43,7 +43,7 @@ from ostinato.models.decoder import CausalLM
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.pairs import StepWidths
 from ostinato.moe.rebalance import Rebalancer
-from ostinato.padding import GraphKey, ShapeRules, StepMode, StepShape
+from ostinato.padding import ShapeRules, StepMode, StepShape
 from ostinato.parallel.rendezvous import single_world
 
 
@@ -103,7 +103,7 @@ class Worker:
         # What the decode buffers hold: the rows of the last step and their tokens, if no other step came since.
         self._held: tuple[ScheduledSequence, ...] = ()
         self._held_tokens: Ints = ()
-        self._held_key: GraphKey | None = None
+        self._held_shape: StepShape | None = None
         registry_options = RegistryOptions(
             request_slots=True, seq_len_fill_value=attention.seq_len_fill_value
         )
@@ -184,12 +184,14 @@ class Worker:
 
     def execute(self, plan: StepPlan, prompt_logits: PromptLogits) -> StepResult:
         """Run a step. Logits of prompts that asked for them go to `prompt_logits`, some rows at a time."""
-        shape = self.coordinator.decide(plan)
+        rows, held = plan.rows, self._held_shape
+        goes_on = held is not None and plan.mode is StepMode.DECODE and self._goes_on(rows)
+        shape = held if goes_on and self.coordinator.repeats() else self.coordinator.decide(plan)
         assert shape is not None, "this rank has rows"
         decodes = shape.mode is StepMode.DECODE
         # Another rank may need another width for the same requests: then the buffers are filled anew.
-        goes_on = decodes and shape.key == self._held_key and self._goes_on(plan.rows)
-        rows, self._held = plan.rows, ()
+        goes_on = goes_on and held is not None and shape.key == held.key
+        self._held, self._held_shape = (), None
         logits = self.decode.advance() if goes_on else None
         if logits is None:
             # Beside ranks that prefill, decode rows run as extends of one; the plan keeps the mode it was made with.
@@ -199,7 +201,7 @@ class Worker:
             logits = self.decode.run(shape, batch)
             self._chooser.begin([row.sequence for row in rows], [row.start for row in rows], logits)
         tokens = self._chooser.take(len(rows))
-        self._held, self._held_tokens, self._held_key = rows, tokens, shape.key
+        self._held, self._held_tokens, self._held_shape = rows, tokens, shape
         return StepResult(logits, tokens, rows)
 
     def relay(self, tokens: Ints) -> None:
@@ -224,7 +226,7 @@ class Worker:
         """Take part in a step of other ranks, if there is one, without rows of the own."""
         shape = self.coordinator.decide(None)
         if shape is not None:
-            self._held = ()
+            self._held, self._held_shape = (), None
             runner = self.decode if shape.mode is StepMode.DECODE else self.prefill
             runner.run(shape, idle_batch(shape.mode))
 
