@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import ostinato.engine.engine
 from ostinato import LLM, RequestOutput, SamplingParams
 from ostinato.engine.engine import Engine
 from ostinato.engine.output import OutputStream
@@ -203,7 +204,7 @@ FAULTS: dict[str, Inject] = {
     "before decode": _in_worker(3, after=False),
     "after decode": _in_worker(3, after=True),
     "interrupt": _in_worker(2, after=True, error=KeyboardInterrupt),
-    "sampling": _in_call(Engine, "_choose", 2),
+    "sampling": _in_call(ostinato.engine.engine, "choose", 2),
     "commit": _in_call(Scheduler, "commit", 2),
     "after the last commit": _in_call(Scheduler, "commit", 6, after=True),
     "first text": _in_call(OutputStream, "push", 1),

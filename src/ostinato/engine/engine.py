@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ostinato.config import EngineConfig
+from ostinato.engine.choosing import choose
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.launch import launch
 from ostinato.engine.output import OutputStream, as_rows
@@ -30,18 +31,9 @@ from ostinato.engine.request import (
     as_token_ids,
     check_text,
 )
-from ostinato.engine.sampler import (
-    Sampled,
-    SampleInput,
-    needs_history,
-    rule_of,
-    sample,
-    top_logprobs,
-    with_logprobs,
-)
-from ostinato.engine.scheduler import ScheduledSequence, StepPlan
+from ostinato.engine.sampler import Sampled, needs_history, rule_of, top_logprobs
+from ostinato.engine.scheduler import StepPlan
 from ostinato.engine.sequence import Sequence, SequenceState
-from ostinato.engine.worker import StepResult
 from ostinato.errors import RequestError
 from ostinato.ops.choice import mix64
 from ostinato.parallel.rendezvous import World, single_world
@@ -237,7 +229,7 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> None:
         result = self.worker.execute(plan, self._take_prompt_logits)
-        chosen = self._choose(result)
+        chosen = choose(result, self.worker)
         ended = self.scheduler.commit(plan, {sequence: s.token_id for sequence, s in chosen.items()})
         for sequence, token in chosen.items():
             self._push(sequence, token)
@@ -246,30 +238,6 @@ class Engine:
         for sequence in ended:
             self._end(sequence)
         self._tokens["generated"] += len(chosen)
-
-    def _choose(self, result: StepResult) -> dict[Sequence, Sampled]:
-        """The token of each row that chooses one; those that are not the step's own go back to the worker."""
-        chosen: dict[Sequence, Sampled] = {}
-        others: list[int] = []
-        for i, (row, token) in enumerate(zip(result.sampling, result.tokens, strict=True)):
-            sequence = row.sequence
-            chosen[sequence] = Sampled(token)
-            if sequence.bare:
-                continue
-            if sequence.by_step:
-                chosen[sequence] = with_logprobs(result.logits[i], token, sequence.request.params.logprobs)
-            else:
-                others.append(i)
-        if others:
-            rows = [result.sampling[i] for i in others]
-            inputs = [_sample_input(row) for row in rows]
-            sampled = sample(result.logits[others], inputs, self.worker.model.ops)
-            for row, found in zip(rows, sampled, strict=True):
-                chosen[row.sequence] = found
-                if row.sequence.matcher is not None:
-                    row.sequence.matcher.accept(found.token_id)
-            self.worker.relay([s.token_id for s in chosen.values()])
-        return chosen
 
     def _push(self, sequence: Sequence, token: Sampled) -> None:
         live = self._live[sequence.request.request_id]
@@ -376,23 +344,6 @@ class Engine:
             "prefill_delay": self._parts.prefill_delays(),
             **self.worker.stats(),
         }
-
-
-def _sample_input(row: ScheduledSequence) -> SampleInput:
-    sequence = row.sequence
-    params = sequence.request.params
-    blocked: frozenset[int] = frozenset()
-    if len(sequence.output_token_ids) < params.min_tokens:
-        blocked = sequence.stop_token_ids
-    return SampleInput(
-        params,
-        sequence.seed,
-        sequence.num_tokens,
-        sequence.request.prompt_token_ids,
-        sequence.output_token_ids,
-        blocked,
-        None if sequence.matcher is None else sequence.matcher.allowed(),
-    )
 
 
 def _output(live: _Live) -> RequestOutput:

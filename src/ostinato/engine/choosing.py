@@ -1,0 +1,53 @@
+"""From a step's result to the token of each of its sequences: the step's own choice, or the host's.
+
+The host chooses where history, bias or a form bears on the choice, and computes log-probabilities. Knows nothing of
+text. Invariant: the worker knows the tokens that are not the step's own, so the next step can go on from them.
+"""
+
+from __future__ import annotations
+
+from ostinato.engine.sampler import Sampled, SampleInput, sample, with_logprobs
+from ostinato.engine.scheduler import ScheduledSequence
+from ostinato.engine.sequence import Sequence
+from ostinato.engine.worker import StepResult, Worker
+
+
+def choose(result: StepResult, worker: Worker) -> dict[Sequence, Sampled]:
+    """The token of each row that chooses one, in order; those that are not the step's own go back to the worker."""
+    chosen: dict[Sequence, Sampled] = {}
+    others: list[int] = []
+    for i, (row, token) in enumerate(zip(result.sampling, result.tokens, strict=True)):
+        sequence = row.sequence
+        chosen[sequence] = Sampled(token)
+        if sequence.bare:
+            continue
+        if sequence.by_step:
+            chosen[sequence] = with_logprobs(result.logits[i], token, sequence.request.params.logprobs)
+        else:
+            others.append(i)
+    if others:
+        rows = [result.sampling[i] for i in others]
+        sampled = sample(result.logits[others], [_sample_input(row) for row in rows], worker.model.ops)
+        for row, found in zip(rows, sampled, strict=True):
+            chosen[row.sequence] = found
+            if row.sequence.matcher is not None:
+                row.sequence.matcher.accept(found.token_id)
+        worker.relay([s.token_id for s in chosen.values()])
+    return chosen
+
+
+def _sample_input(row: ScheduledSequence) -> SampleInput:
+    sequence = row.sequence
+    params = sequence.request.params
+    blocked: frozenset[int] = frozenset()
+    if len(sequence.output_token_ids) < params.min_tokens:
+        blocked = sequence.stop_token_ids
+    return SampleInput(
+        params,
+        sequence.seed,
+        sequence.num_tokens,
+        sequence.request.prompt_token_ids,
+        sequence.output_token_ids,
+        blocked,
+        None if sequence.matcher is None else sequence.matcher.allowed(),
+    )
