@@ -64,8 +64,7 @@ class Sample:
                     f"{name} must be contiguous int64 ({rows},), got {tuple(values.shape)} {values.dtype}"
                 )
         if self._library is None:
-            directory = self._runtime.compiler.directory
-            self._library = NativeLibrary("choice", CHOICE_FUNCTIONS, Float32(), directory)
+            self._library = NativeLibrary("choice", CHOICE_FUNCTIONS, Float32(), self._runtime.compiler)
         stride = -(-field.scratch_bytes(x.shape[1]) // 64) * 64
         scratch = self._scratch.take("choice", self._runtime.pool.num_threads * stride)
         fields = {
