@@ -136,7 +136,7 @@ def test_dense_families(
     checkpoint: Callable[[str], Path],
     ensembles: ModuleType,
 ) -> None:
-    """Columns put side by side, nothing summed: exact across tp; data-parallel groups do not wait for each other."""
+    """Columns put side by side, nothing summed: exact across tp; data-parallel groups exchange no votes."""
     with ensembles.ensemble(Topology(*layout), model=str(checkpoint(family)), **SMALL) as ranks:
         _same(ranks.generate(PROMPTS, PARAMS), alone(family))
         assert all(engine.worker.coordinator.sync.rounds == 0 for engine in ranks.engines)

@@ -3,7 +3,7 @@
     own plan ─▶ StepVote ─▶ sync ─▶ GroupStep ─▶ mode, StepShape, rows of every rank (for dispatch)
 
 Knows nothing of requests' tokens or of models. Invariants: ranks that depend on each other come here once for every
-step that any of them takes, also with nothing to run; ranks that do not depend on each other never wait.
+step that any of them takes, also with nothing to run; ranks that do not depend on each other exchange nothing.
 """
 
 from __future__ import annotations
