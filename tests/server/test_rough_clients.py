@@ -88,6 +88,17 @@ def test_a_deep_template_variable(server: Server) -> None:
     assert server.post("/v1/chat/completions", body).status_code == 200
 
 
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 100_000, "9" * 10_000, "\ud800", "no JSON"])
+def test_arguments_of_a_call_that_are_no_object(server: Server, arguments: str) -> None:
+    """What an assistant is said to have called with is text that anybody may have written."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    answer = server.post_raw(
+        "/v1/chat/completions", json.dumps({"messages": messages, "max_tokens": 1}).encode()
+    )
+    assert answer.status_code in (200, 400), answer.text
+
+
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_of_100_mb(server: Server, chunked: bool) -> None:

@@ -130,7 +130,7 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     value.setdefault("content", None)
     for call in value.get("tool_calls", ()):
         # Templates write arguments as JSON themselves; what is no object stays the text that it is.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(call["function"]["arguments"])
             if isinstance(arguments, dict):
                 call["function"]["arguments"] = arguments
