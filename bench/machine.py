@@ -71,26 +71,26 @@ def session_seconds(session: int) -> float:
 class Meter:
     """Who uses the CPUs from `start` on."""
 
-    session: int | None
+    sessions: tuple[int, ...]
     wall: float
     busy: float
     own: float
 
     @classmethod
-    def start(cls, session: int | None = None) -> Meter:
-        """A meter that leaves out one session's processes, and this one."""
-        return cls(session, time.perf_counter(), busy_seconds(), cls._own(session))
+    def start(cls, *sessions: int) -> Meter:
+        """A meter that leaves out the processes of some sessions, and this one."""
+        return cls(sessions, time.perf_counter(), busy_seconds(), cls._own(sessions))
 
     def others(self) -> float:
         """Cores that everybody else has used since the start, on average."""
         wall = time.perf_counter() - self.wall
-        used = busy_seconds() - self.busy - (self._own(self.session) - self.own)
+        used = busy_seconds() - self.busy - (self._own(self.sessions) - self.own)
         return max(0.0, used / wall) if wall > 0 else 0.0
 
     @staticmethod
-    def _own(session: int | None) -> float:
+    def _own(sessions: tuple[int, ...]) -> float:
         times = os.times()
-        return times.user + times.system + (0.0 if session is None else session_seconds(session))
+        return times.user + times.system + sum(session_seconds(session) for session in sessions)
 
 
 def wait_until_quiet(limit: float, patience: float, window: float = 0.3) -> bool:

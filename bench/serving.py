@@ -81,6 +81,11 @@ def served(model: Path, threads: int, context: int, log: Path) -> Iterator[tuple
         process.wait(timeout=60)
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process has started; the server's engine leads a session of its own."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=5) as answer:
@@ -114,7 +119,7 @@ def throughput(url: str, server: int, offline: Runner, options: argparse.Namespa
         for side in ("http", "offline")[:: 1 if number % 2 == 0 else -1]:
             machine.wait_until_quiet(options.others, options.patience)
             if side == "http":
-                meter = machine.Meter.start(server)
+                meter = machine.Meter.start(server, *children(server))
                 work = jobs(prompts, options.output_len)
                 outcomes = asyncio.run(in_flight(url, work, options.concurrency))
                 turn["http"] = summarise(outcomes, {})
@@ -241,6 +246,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server and the engine end as well
     cache = cache_dir() / "bench"
     model = checkpoint(options.model, cache / "checkpoints", cache_dir())
     options.vocab = model.config["vocab_size"]

@@ -36,7 +36,7 @@ class Clock:
 
 def stats(generated: int = 0, load: Any = None, **scheduler: int) -> dict[str, Any]:
     """Statistics as an engine gives them, one decode bucket and one prefill bucket."""
-    rows = {"captures": 1, "replays": 3, "eager": 0, "real_rows": 7, "pad_rows": 1}
+    rows = {"captures": 1, "replays": 3, "eager": 0, "real_rows": 7, "pad_rows": 1, "something_new": 2}
     unused = dict.fromkeys(rows, 0) | {"captures": 1}
     return {
         "tokens": {"prompt": 5, "generated": generated},

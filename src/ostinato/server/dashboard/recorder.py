@@ -31,6 +31,8 @@ KEPT_SAMPLES = 600
 RECENT_S = 60.0  # span of the "recent" expert load
 _LOAD_EVERY = 5  # samples between two kept snapshots of the expert load
 
+_SHOWN = ("captures", "replays", "eager", "real_rows", "pad_rows")
+
 Load = npt.NDArray[np.int64]
 
 
@@ -176,5 +178,6 @@ def _buckets(graph: Mapping[str, Mapping[str, Any]]) -> list[Bucket]:
     for kind in ("decode", "prefill"):
         for key, counts in graph[kind]["keys"].items():
             if counts["real_rows"] + counts["pad_rows"]:
-                buckets.append(Bucket(key=key, kind=kind, size=int(key.split("/")[1]), **counts))
+                shown = {name: counts[name] for name in _SHOWN}
+                buckets.append(Bucket(key=key, kind=kind, size=int(key.split("/")[1]), **shown))
     return sorted(buckets, key=lambda bucket: (bucket.kind, bucket.size, bucket.key))

@@ -3,7 +3,7 @@
 // "Again" sends the same request once more and compares the words: with the same seed they must be the same.
 
 import { call, events } from "/dashboard/api.js";
-import { amount, duration } from "/dashboard/scale.js";
+import { amount, duration, things } from "/dashboard/scale.js";
 
 const byId = (id) => document.getElementById(id);
 
@@ -141,7 +141,7 @@ export class Chat {
   #foot(turn, answer, failure, { body, conversation, expected }) {
     const foot = element("div", "meta");
     const tokens = answer.usage?.completion_tokens;
-    if (tokens) foot.append(element("span", "", `${amount(tokens)} tokens`));
+    if (tokens) foot.append(element("span", "", things(tokens, "token")));
     if (answer.first) foot.append(element("span", "", `first after ${duration((answer.first - answer.started) / 1000)}`));
     if (tokens > 1 && answer.ended > answer.first) {
       const speed = ((tokens - 1) * 1000) / (answer.ended - answer.first);

@@ -7,7 +7,7 @@ import { showBuckets } from "/dashboard/buckets.js";
 import { Chat } from "/dashboard/chat.js";
 import { Cursor, TimeChart } from "/dashboard/chart.js";
 import { HeatMap } from "/dashboard/heatmap.js";
-import { amount, duration, percent, span } from "/dashboard/scale.js";
+import { amount, duration, percent, span, things } from "/dashboard/scale.js";
 
 const KEPT_SECONDS = 620;
 const byId = (id) => document.getElementById(id);
@@ -101,16 +101,16 @@ function showFacts({ about, totals, now }) {
   byId("model").textContent = about.model;
   document.title = `${about.model} – ostinato`;
   if (!about.layers) return byId("facts").replaceChildren(); // the engine is still being loaded
-  const shape = [about.family, `${about.layers} layers`, about.experts ? `${about.experts} experts` : "dense", about.dtype];
+  const shape = [about.family, things(about.layers, "layer"), about.experts ? things(about.experts, "expert") : "dense", about.dtype];
   const facts = [
     ["model", shape.join(", ")],
-    ["steps", `${about.backend}, ${about.ops}, ${about.threads} ${about.threads === 1 ? "thread" : "threads"}`],
+    ["steps", `${about.backend}, ${about.ops}, ${things(about.threads, "thread")}`],
     ["up", span(now - about.started)],
   ];
   if (totals) {
     const finished = Object.values(totals.finished).reduce((sum, n) => sum + n, 0);
     const read = totals.prompt_tokens;
-    facts.push(["generated", `${amount(totals.output_tokens)} tokens`], ["finished", `${amount(finished)} answers`]);
+    facts.push(["generated", things(totals.output_tokens, "token")], ["finished", things(finished, "answer")]);
     if (read) facts.push(["prompts from cache", percent(Math.min(1, totals.cached_tokens / read))]);
   }
   byId("facts").replaceChildren(

@@ -60,3 +60,8 @@ export function span(seconds) {
   if (hours < 24) return `${hours} h ${String(minutes % 60).padStart(2, "0")} min`;
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
+
+/** A count of things: 1 answer, 12 answers. */
+export function things(count, noun) {
+  return `${amount(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
