@@ -165,7 +165,8 @@ def test_layers_that_the_twin_does_not_serve_go_through_select_experts() -> None
     export = Consumers(export=RoutedExpertsExport(1, 8, 2))
     assert routing_rule(custom, 6) is None
     assert fused_routing(ops, custom, 6, None, Consumers()) is None
-    assert fused_routing(ops, plain, 6, ExpertPlacement.identity(6), Consumers()) is None
+    shared = TopKConfig(top_k=3, num_fused_shared_experts=1)
+    assert fused_routing(ops, shared, 6, ExpertPlacement.identity(6), Consumers()) is None
     assert fused_routing(ops, plain, 6, None, export) is None
     assert fused_routing(ReferenceOps(), plain, 6, None, Consumers()) is None
     assert ops.routing_kernel(RoutingRule(5000, 2, "softmax", True)) is None
