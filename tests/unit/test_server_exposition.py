@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -80,3 +82,15 @@ def test_before_the_engine_is_there() -> None:
     assert ("num_requests_running", frozenset()) not in found
     dense = scrape(STATS | {"expert_load": None, "prefill_delay": None})
     assert not [key for key in dense if key[0].startswith(("expert", "prefill_delayer_total"))]
+
+
+def test_the_documentation_lists_every_metric() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
+    table = text.partition("## Metrics")[2]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = {name for cell in cells for name in re.findall(r"`([a-z_0-9]+)(?:\{[a-z,_]*\})?`", cell)}
+    suffixes = ("_bucket", "_count", "_sum")
+    shown = {next((n.removesuffix(s) for s in suffixes if n.endswith(s)), n) for n, _ in scrape(STATS)}
+    # Counters by label have no series before the first one is counted.
+    assert listed - shown == {"http_requests_total", "request_success_total"}
+    assert shown <= listed
