@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ostinato.server.answers import ChatChunk, CompletionChunk
 
 READY_S = 90.0
+_LIBC = ctypes.CDLL(None)  # loaded before any fork
 
 
 @dataclass
@@ -148,11 +151,19 @@ def start(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Se
     log, errors = directory / "stdout", directory / "stderr"
     command = [sys.executable, "-m", "ostinato", "serve", "--port", "0", "--threads", "1", *flags]
     with log.open("wb") as out, errors.open("wb") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **(env or {})})
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, env={**os.environ, **(env or {})}, preexec_fn=_die_with_the_tests
+        )
     until(lambda: process.poll() is not None or b"\n" in log.read_bytes(), READY_S)
     assert process.poll() is None, errors.read_text()
     url = json.loads(log.read_text().splitlines()[0])["url"]
     return Server(process, url, log, errors, httpx.Client(base_url=url, timeout=60))
+
+
+def _die_with_the_tests() -> None:
+    """A test run that is killed leaves no server behind (Linux: prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(1, signal.SIGTERM, 0, 0, 0)
 
 
 def stop(server: Server) -> None:
