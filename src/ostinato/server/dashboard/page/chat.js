@@ -94,7 +94,6 @@ export class Chat {
   #busy(controller) {
     this.running = controller;
     byId("chat-send").textContent = controller ? "Stop" : "Send";
-    this.text.required = !controller; // an empty box must not keep "Stop" from working
     for (const button of this.log.querySelectorAll("button")) button.disabled = Boolean(controller);
   }
 
