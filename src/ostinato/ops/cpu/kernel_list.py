@@ -16,6 +16,8 @@ import torch
 
 from ostinato.ops.cpu.advance import advance_entry
 from ostinato.ops.cpu.attention_state_ir import ATTENTION_FUNCTIONS
+from ostinato.ops.cpu.choice_ir import CHOICE_FUNCTIONS
+from ostinato.ops.cpu.choice_rows import choice_entry, choice_worker
 from ostinato.ops.cpu.compile import Compiler, Kernel, kernel_name
 from ostinato.ops.cpu.elementwise_ir import ELEMENTWISE_FUNCTIONS
 from ostinato.ops.cpu.gemm import gemm_entry, gemm_worker
@@ -38,6 +40,7 @@ from ostinato.ops.cpu.tiles import TILE_ARGUMENTS
 LIBRARIES: Mapping[str, Mapping[str, NativeFunction]] = MappingProxyType(
     {
         "attention": ATTENTION_FUNCTIONS,
+        "choice": CHOICE_FUNCTIONS,
         "elementwise": ELEMENTWISE_FUNCTIONS,
         "routing": SCORE_FUNCTIONS,
         "rows": ROW_FUNCTIONS,
@@ -71,11 +74,13 @@ def kernel_jobs(isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool)
     loading: list[Kernel] = [pack_worker, pack_entry]
     kernels: list[Kernel] = [attention_worker, gemm_worker, attention_entry]
     kernels += [gemm_entry, rows_entry, rows_worker, advance_entry, chain_entry]
+    kernels += [choice_worker, choice_entry]
     libraries = [
         f"rows.{Float32().name}",
         f"attention.{kind}",
         f"rows.{kind}",
         f"elementwise.{Float32().name}",
+        f"choice.{Float32().name}",
     ]
     libraries.append(f"elementwise.{kind}")
     if mixture:
