@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -109,3 +110,27 @@ def test_decode_rows_join_a_prefill(
     joined = [s for s in watched.shapes if s.mode is StepMode.EXTEND and s.num_tokens == (1, 4)]
     assert len(joined) == 1
     assert joined[0].bs == 1
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step(
+    alone: Callable[..., Any], checkpoint: Callable[[str], Path], ensembles: ModuleType
+) -> None:
+    """The ranks stay in step: what was asked before the interrupt is aborted, what comes after is answered."""
+    prompt = [(3 * j) % 160 for j in range(9)]
+    with ensembles.ensemble(Topology(2, 2, 2), model=str(checkpoint("mixtral")), **SMALL) as ranks:
+        name = ranks.front.submit(prompt, _params(6))
+        ranks.front.step()
+        advance = ranks.front._advance
+
+        def interrupted() -> None:
+            signal.raise_signal(signal.SIGINT)
+            advance()
+
+        ranks.front._advance = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            ranks.front.step()
+        ranks.front._advance = advance
+        last = ranks.front.abort(name)
+        assert last is not None
+        assert len(last.outputs[0].token_ids) == 2, "the step that was interrupted came to its end"
+        assert _values(ranks.generate([prompt], _params(6)))[0] == alone(prompt, 6)

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from ostinato.config import EngineConfig, LaunchedRank, launched_rank
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.engine import Engine
+from ostinato.engine.interrupts import delayed_interrupts
 from ostinato.engine.progress import Report
 from ostinato.engine.rank import run_rank
 from ostinato.engine.ranks import LOCALHOST, RankProcesses, meet, own_threads
@@ -135,6 +136,10 @@ class FrontEngine(Engine):
     # ---- steps ----
 
     def step(self) -> list[RequestOutput]:
+        with delayed_interrupts():
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         theirs = self._round(self._take_round("step"))
         outputs = self._collect()
         touched: dict[str, RemoteRequest] = {}
@@ -168,6 +173,10 @@ class FrontEngine(Engine):
 
     def _round(self, round_: Round) -> list[SequenceDelta]:
         """Lead one round; the news of the other groups. What they tell goes to `_told`."""
+        with delayed_interrupts():
+            return self._led(round_)
+
+    def _led(self, round_: Round) -> list[SequenceDelta]:
         self._check()
         try:
             self._courier.lead(round_)
