@@ -67,7 +67,8 @@ class Coordinator:
         else:
             mode, counts, reject, rank = plan.mode, (plan.num_tokens,), "", 0
         shape = decide_shape(mode, counts, bs, self.rules, dp_rank=rank, reject=reject)
-        self.widths.rows = gathered_rows(shape, self.rules).padded
+        if topology.tp > 1:
+            self.widths.rows = gathered_rows(shape, self.rules).padded
         return shape
 
     def repeats(self) -> bool:

@@ -198,7 +198,8 @@ def _worker(
         plan.world,
         rules,
         plan.widths,
-        depends=moe is not None,
+        # One rank alone asks nobody; only its steps are counted, where experts are placed by them.
+        depends=moe is not None and (plan.topology.tp > 1 or rebalancer is not None),
         before_step=None if rebalancer is None else rebalancer.tick,
     )
     return Worker(model, attention, pool, _backend(config), rules, options, load, coordinator, rebalancer)
