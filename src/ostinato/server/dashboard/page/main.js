@@ -24,7 +24,7 @@ const CHARTS = [
     id: "ttft",
     title: "Time to first token",
     format: duration,
-    least: 0.01,
+    least: 0.001,
     lines: true,
     series: [
       { label: "median", value: (s) => s.ttft?.p50 ?? null },
@@ -55,7 +55,7 @@ const CHARTS = [
     id: "itl",
     title: "Time between tokens",
     format: duration,
-    least: 0.01,
+    least: 0.001,
     lines: true,
     series: [
       { label: "median", value: (s) => s.itl?.p50 ?? null },

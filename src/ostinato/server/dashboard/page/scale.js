@@ -41,6 +41,7 @@ export function amount(value) {
 /** A duration in seconds as milliseconds or seconds. */
 export function duration(seconds) {
   if (seconds === 0) return "0";
+  if (seconds < 0.001) return `${(seconds * 1000).toFixed(2)} ms`;
   if (seconds < 0.01) return `${(seconds * 1000).toFixed(1)} ms`;
   if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
   return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
