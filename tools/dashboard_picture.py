@@ -1,6 +1,6 @@
 """A picture of a running server's dashboard, for the README: `python tools/dashboard_picture.py URL OUT.png`.
 
-Needs chromium, chromedriver and selenium. Put load on the server first (`ostinato bench serve`), or the charts are flat.
+Needs chromium, chromedriver and selenium. Put load on the server first (`ostinato bench serve`): or charts are flat.
 """
 
 from __future__ import annotations
