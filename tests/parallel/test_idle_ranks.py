@@ -13,6 +13,7 @@ import pytest
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.engine.request import RequestOutput, SamplingParams
+from ostinato.errors import ParallelError
 from ostinato.padding import StepMode, StepShape
 from ostinato.parallel.shm import shm_supported
 from ostinato.parallel.topology import Topology
@@ -134,3 +135,16 @@ def test_ctrl_c_waits_for_the_end_of_a_step(
         assert last is not None
         assert len(last.outputs[0].token_ids) == 2, "the step that was interrupted came to its end"
         assert _values(ranks.generate([prompt], _params(6)))[0] == alone(prompt, 6)
+
+
+def test_ranks_that_drift_apart_are_named(checkpoint: Callable[[str], Path], ensembles: ModuleType) -> None:
+    """Ranks 2 and 3 share requests; as soon as one chooses another token, the step ends with its name."""
+    with ensembles.ensemble(Topology(4, 2, 4), model=str(checkpoint("mixtral")), **SMALL) as ranks:
+        for i in range(2):
+            ranks.front.submit([1 + i, 2, 3], _params(6))
+        ranks.front.step()
+        (drifting,) = [engine for engine in ranks.engines if engine.world.topology.rank == 3]
+        drifting.digest += 1
+        with pytest.raises(ParallelError, match="rank 3 has chosen other tokens than rank 2"):
+            ranks.front.step()
+        ranks.expects_errors = True

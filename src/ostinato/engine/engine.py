@@ -8,6 +8,8 @@ no request is lost; the requests of that step end with reason "error" and the en
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
@@ -80,6 +82,7 @@ class Engine:
         self._arrivals = count()
         self._names = count()
         self._tokens = {"prompt": 0, "generated": 0}
+        self.digest = 0  # of all tokens chosen so far, by which ranks that share requests are compared
 
     # ---- intake ----
 
@@ -238,6 +241,9 @@ class Engine:
         for sequence in ended:
             self._end(sequence)
         self._tokens["generated"] += len(chosen)
+        if self.world.topology.attn_tp > 1:
+            tokens = array("q", [token.token_id for token in chosen.values()])
+            self.digest = zlib.crc32(tokens.tobytes(), self.digest)
 
     def _push(self, sequence: Sequence, token: Sampled) -> None:
         live = self._live[sequence.request.request_id]

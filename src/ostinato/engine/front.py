@@ -186,12 +186,22 @@ class FrontEngine(Engine):
                 self._aborted = super().abort(request_id)
             if round_.op == "step":
                 self._advance()
-            news = self._courier.gather(News())
+            news = self._courier.gather(News(digest=self.digest))
+            self._compare(news)
         except BaseException as error:
             self._give_up(error)
             raise
         self._told = [json.loads(one.stats) for one in news if one.stats]
         return [delta for one in news for delta in one.deltas]
+
+    def _compare(self, news: list[News]) -> None:
+        """Raise ParallelError when ranks that share requests have chosen different tokens."""
+        for rank, leader in enumerate(self.world.topology.leader_of_each()):
+            if news[rank].digest != news[leader].digest:
+                raise ParallelError(
+                    f"rank {rank} has chosen other tokens than rank {leader}, which shares its requests; they compute "
+                    "differently: run them on CPUs of one kind, with the same kernels"
+                )
 
     # ---- ends ----
 

@@ -72,6 +72,7 @@ def follow(engine: Engine, world: World) -> None:
                 news.deltas = deltas
         elif topology.is_leader:
             news.stats = json.dumps(engine.stats()).encode()
+        news.digest = engine.digest
         courier.gather(news)
 
 

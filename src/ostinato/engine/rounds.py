@@ -51,10 +51,11 @@ class Round(msgspec.Struct, array_like=True):
 
 
 class News(msgspec.Struct, array_like=True):
-    """What a data-parallel group's leader sends after a round; `stats` is JSON, after a "tell"."""
+    """What a rank sends after a round: leaders their news, or, after a "tell", statistics as JSON; all their digest."""
 
     deltas: list[SequenceDelta] = []
     stats: bytes = b""
+    digest: int = 0
 
 
 def params_as_dict(params: SamplingParams) -> dict[str, Any]:
