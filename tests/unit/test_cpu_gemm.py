@@ -75,13 +75,12 @@ def test_products(isa: str, dtype: torch.dtype, rows: int, outputs: int, columns
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_residual_and_strided_rows(isa: str, dtype: torch.dtype) -> None:
+def test_strided_rows(isa: str, dtype: torch.dtype) -> None:
     weight, x = draw(45, 66, dtype=dtype, seed=1), draw(14, 80, dtype=dtype, seed=2)[:, 5:71]
-    held = draw(14, 45, dtype=dtype, seed=3)
-    out = held.clone()
-    Linear(runtime(isa), Scratch(), add=True)(x, layer(isa, weight), out)
-    exact = x.double() @ weight.double().T + held.double()
-    scale = x.double().abs() @ weight.double().abs().T + held.double().abs()
+    out = torch.empty(14, 45, dtype=dtype)
+    Linear(runtime(isa), Scratch())(x, layer(isa, weight), out)
+    exact = x.double() @ weight.double().T
+    scale = x.double().abs() @ weight.double().abs().T
     assert worst(out, exact, scale) < BF16_TOLERANCE
 
 

@@ -120,16 +120,6 @@ def test_experts(
     assert torch.equal(rounded, out.bfloat16())
 
 
-def test_adding_to_the_residual() -> None:
-    case = make(4, 40, 24, 9, 2, torch.float32)
-    packed = case.packed(PORTABLE)
-    plain, held = torch.empty(9, 40), torch.randn(9, 40)
-    out = held.clone()
-    MoeExperts(runtime(PORTABLE), Scratch())(case.x, case.weights, case.ids, packed, False, plain)
-    MoeExperts(runtime(PORTABLE), Scratch(), add=True)(case.x, case.weights, case.ids, packed, False, out)
-    assert torch.equal(out, held + plain)
-
-
 @pytest.mark.parametrize("live", [0, 1, 6, 20])
 def test_live_count(live: int) -> None:
     """Rows past the count go nowhere, whatever their ids: zeros come out, nothing of them is read."""

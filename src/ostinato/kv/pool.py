@@ -103,5 +103,5 @@ class KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """Memory of the host comes into being as pages are first used: start-up need not touch all of it."""
     if torch.device(device).type == "cpu":
-        return mapped_zeros(shape, dtype)
+        return mapped_zeros(shape, dtype, huge=True)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,11 +1,11 @@
-"""What happens to a tile of sums before it is stored: bias, SiLU times up, residual, rounding; and the MoE
+"""What happens to a tile of sums before it is stored: bias, SiLU times up, rounding; and the MoE
 combine.
 
 Works on the scratch tile of `tiles` (fp32 [rows, 32]) and on whole vectors, with masks at the last columns.
 Knows nothing of threads. Invariant: a stored value depends on its own row's sums alone, by the same
 operations in every kind of tile and on every instruction set.
 
-    plain panel     32 sums                 -> 32 outputs      out = sums + bias (+ what out held)
+    plain panel     32 sums                 -> 32 outputs      out = sums + bias
     gated panel     16 gates | 16 ups       -> 16 outputs      out = silu(gate) * up, each with its bias
 """
 
@@ -19,12 +19,10 @@ from llvmlite import ir
 from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import F32, I64, VF, VH, Lanes, Value
 
-# Kinds of stores, an enumeration that drivers pass as int64: bit 0 output is fp32, bit 1 add to what `out`
-# holds, bit 2 gated panel.
+# Kinds of stores, an enumeration that drivers pass as int64: bit 0 output is fp32, bit 1 gated panel.
 FP32_OUT = 1
-ADD_TO_OUT = 2
-GATED = 4
-_KINDS = (0, FP32_OUT, ADD_TO_OUT, ADD_TO_OUT | FP32_OUT, GATED, GATED | FP32_OUT)
+GATED = 2
+_KINDS = (0, FP32_OUT, GATED, GATED | FP32_OUT)
 _LOG2_E = 1.4426950408889634
 _Signature = tuple[Any, Any]
 
@@ -68,8 +66,6 @@ class EpilogueEmitter:
         fp32 = bool(kind & FP32_OUT)
         for j, value in enumerate(values):
             place = lanes.at(out, (64 if fp32 else 32) * j)
-            if kind & ADD_TO_OUT:
-                value = b.fadd(self.read(place, fp32, masks[j]), value)
             self.write(value, place, fp32, masks[j])
 
     def rows(self, kind: int, args: list[Value], masks: list[Value | None]) -> None:
@@ -173,11 +169,9 @@ def combine_slots(
             fp32 = bool(k & FP32_OUT)
             for j, value in enumerate(sums):
                 place = lanes.at(out, (64 if fp32 else 32) * j)
-                if k & ADD_TO_OUT:
-                    value = builder.fadd(emitter.read(place, fp32, masks[j]), value)
                 emitter.write(value, place, fp32, masks[j])
 
-        emitter.by_kind(kind, one_kind, _KINDS[:4])
+        emitter.by_kind(kind, one_kind, _KINDS[:2])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), emit

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.ops.cpu import moe
-from ostinato.ops.cpu.epilogue import ADD_TO_OUT, FP32_OUT
+from ostinato.ops.cpu.epilogue import FP32_OUT
 from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
 from ostinato.ops.cpu.linear import activation_dtype, check_rows, stride_bytes
 from ostinato.ops.cpu.packing import Panels
@@ -74,17 +74,13 @@ def _matrix_fields(first: int, panels: Panels) -> dict[int, int]:
 
 
 class MoeExperts:
-    """The kernel `moe_experts(x, topk_weights, topk_ids, experts, weights_on_input, out)`.
+    """The kernel `moe_experts(x, topk_weights, topk_ids, experts, weights_on_input, out)`."""
 
-    `add=True` adds the result to what `out` holds; a row without experts then keeps its value.
-    """
+    __slots__ = ("_calls", "_runtime", "_scratch")
 
-    __slots__ = ("_add", "_calls", "_runtime", "_scratch")
-
-    def __init__(self, runtime: Runtime, scratch: Scratch, *, add: bool = False) -> None:
+    def __init__(self, runtime: Runtime, scratch: Scratch) -> None:
         self._runtime = runtime
         self._scratch = scratch
-        self._add = add
         self._calls = LaunchCache()
 
     def __call__(
@@ -146,7 +142,7 @@ class MoeExperts:
             moe.OUT: out.data_ptr(),
             moe.OUT_STRIDE: stride_bytes(out),
             moe.OUT_BYTES: out.element_size(),
-            moe.OUT_KIND: (FP32_OUT if out.dtype == torch.float32 else 0) | (ADD_TO_OUT if self._add else 0),
+            moe.OUT_KIND: FP32_OUT if out.dtype == torch.float32 else 0,
         }
         fields |= self._expert_fields(experts)
         scratch, kept = self._scratch_fields(x, topk_ids.shape[1], experts)

@@ -24,14 +24,15 @@ def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = Fal
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALLEST or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    slack = _HUGE_PAGE if huge and size >= _HUGE_PAGE else 0
-    memory = mmap.mmap(-1, size + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    huge = huge and size >= _HUGE_PAGE
+    whole_pages = -(-size // _HUGE_PAGE) * _HUGE_PAGE  # the last one too, which the tensor may not fill
+    length = whole_pages + _HUGE_PAGE if huge else size
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE if slack else 0
-    tensor = whole[start : start + size].view(dtype).view(shape)
-    if slack:
-        prefer_huge_pages(tensor)
-    return tensor
+    start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
+    if huge:
+        prefer_huge_pages(whole[start : start + whole_pages])
+    return whole[start : start + size].view(dtype).view(shape)
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.ops.cpu import gemm
-from ostinato.ops.cpu.epilogue import ADD_TO_OUT, FP32_OUT, GATED
+from ostinato.ops.cpu.epilogue import FP32_OUT, GATED
 from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, RowFunction, row_function, spread_stride
@@ -60,14 +60,13 @@ def stride_bytes(x: torch.Tensor) -> int:
 
 
 class Linear:
-    """The kernel `linear(x, weight, out)`; `add=True` adds the product to what `out` holds (residual)."""
+    """The kernel `linear(x, weight, out)`."""
 
-    __slots__ = ("_add", "_calls", "_runtime", "_scratch")
+    __slots__ = ("_calls", "_runtime", "_scratch")
 
-    def __init__(self, runtime: Runtime, scratch: Scratch, *, add: bool = False) -> None:
+    def __init__(self, runtime: Runtime, scratch: Scratch) -> None:
         self._runtime = runtime
         self._scratch = scratch
-        self._add = add
         self._calls = LaunchCache()
 
     def __call__(
@@ -100,10 +99,7 @@ class Linear:
             raise ValueError(f"out {tuple(out.shape)} {out.dtype} does not fit x {tuple(x.shape)}")
         if live is not None and live.dtype != torch.int32:
             raise ValueError(f"the live count must be int32, got {live.dtype}")
-        if self._add and panels.gated:
-            raise ValueError("a gated layer cannot be added to what out holds; use a plain launch")
         kind = FP32_OUT if out.dtype == torch.float32 else 0
-        kind |= ADD_TO_OUT if self._add else 0
         kind |= GATED if panels.gated else 0
         prepare = row_function(panels.dtype, x.dtype, stride_bytes(x), x.shape[0])
         fields = {

@@ -47,9 +47,7 @@ class NumbaOps:
         self._scores: NativeLibrary | None = None
         rows, elements, reference = RowOps(runtime), ElementwiseOps(runtime), ReferenceOps()
         self.linear = Linear(runtime, self.scratch)
-        self.linear_add = Linear(runtime, self.scratch, add=True)
         self.moe_experts = MoeExperts(runtime, self.scratch)
-        self.moe_experts_add = MoeExperts(runtime, self.scratch, add=True)
         self.rms_norm, self.add_rms_norm = rows.rms_norm, rows.add_rms_norm
         self.layer_norm, self.add_layer_norm = rows.layer_norm, rows.add_layer_norm
         self.rope, self.norm_rope, self.argmax = rows.rope, rows.norm_rope, rows.argmax

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES
 from ostinato.ops.cpu.intrinsics import call_barrier
 from ostinato.ops.cpu.jit import njit
-from ostinato.ops.cpu.launch import BARRIER, COUNTER, TASKS, THREADS, reset_counter, run_worker
+from ostinato.ops.cpu.launch import BARRIER, COUNTER, TASKS, THREADS, draw, reset_counter, run_worker
 from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
 from ostinato.ops.cpu.paged_attention import (
     AT_ONCE,
@@ -50,10 +50,10 @@ from ostinato.ops.cpu.paged_attention import (
     table_row,
 )
 
-# Counters of a launch, a cache line each: next task (at 0), thread number, rows to write.
+# Counters of a launch, a cache line each: thread number, rows to write. Tasks are drawn from shares (see `draw`).
 _NEXT_THREAD, _NEXT_ROWS = 64, 128
 _ROWS_AT_ONCE = 16
-_DRAWS_PER_THREAD = 4  # of decode: neighbouring tasks, since each asks memory for the pages of the next
+_DRAWS_PER_THREAD = 16  # of decode
 _ROWS_WRITTEN_FIRST = 32  # so few rows are written before the team starts, which saves it a barrier
 
 
@@ -155,53 +155,59 @@ def _finish_chunk(p: int, scratch: int, n: int, tile: int, chunks: int, partial:
 
 
 @njit(error_model="numpy")
-def _attend_chunks(p: int, scratch: int) -> None:
-    """Take chunks until none is left; each request has one tile for a KV head."""
-    kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER)
+def _attend_chunks(p: int, scratch: int, member: int) -> None:
+    """Take chunks until none is left; each request has one tile for a KV head.
+
+    A thread goes on with the neighbours of what it had, since each task asks memory for the pages of the next.
+    """
+    kv_heads, threads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * THREADS)
     tasks, size = load_i64(p + 8 * TASKS), _partial_bytes(p)
     sums = load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
     request, begin, chunks, end, tile = -1, 0, 0, 0, 0
     at_once = load_i64(p + 8 * AT_ONCE)
-    task = fetch_add(counter, at_once)
-    left = at_once
-    while task < tasks:
-        while task >= end:
-            tile += kv_heads if chunks > 0 else 0
-            begin = end
-            request += 1
-            chunks = _chunks(p, request)
-            end = begin + chunks * kv_heads
-        head, chunk = (task - begin) // chunks, (task - begin) % chunks
-        partial = load_i64(p + 8 * PARTIALS) + task * size
-        n = set_tile(p, scratch, request, head, 0)
-        start = (_first_chunk(p, request) + chunk) * CHUNK
-        attend_chunk(p, scratch, n, table_row(p, request), head, start, partial, partial + sums)
-        _finish_chunk(p, scratch, n, tile + head, chunks, partial - chunk * size)
-        task, left = task + 1, left - 1
-        if left == 0:
-            task, left = fetch_add(counter, at_once), at_once
+    draws = (tasks + at_once - 1) // at_once
+    for turn in range(threads):
+        drawn = draw(p, 0, (member + turn) % threads, draws)
+        while drawn >= 0:
+            for task in range(drawn * at_once, min(drawn * at_once + at_once, tasks)):
+                if task < begin:  # somebody else's share lies before ours
+                    request, begin, chunks, end, tile = -1, 0, 0, 0, 0
+                while task >= end:
+                    tile += kv_heads if chunks > 0 else 0
+                    begin = end
+                    request += 1
+                    chunks = _chunks(p, request)
+                    end = begin + chunks * kv_heads
+                head, chunk = (task - begin) // chunks, (task - begin) % chunks
+                partial = load_i64(p + 8 * PARTIALS) + task * size
+                n = set_tile(p, scratch, request, head, 0)
+                start = (_first_chunk(p, request) + chunk) * CHUNK
+                attend_chunk(p, scratch, n, table_row(p, request), head, start, partial, partial + sums)
+                _finish_chunk(p, scratch, n, tile + head, chunks, partial - chunk * size)
+            drawn = draw(p, 0, (member + turn) % threads, draws)
 
 
 @njit(error_model="numpy")
-def _attend_tiles(p: int, scratch: int) -> None:
+def _attend_tiles(p: int, scratch: int, member: int) -> None:
     """Take tiles until none is left. The last tiles of a request see most keys and come first."""
-    kv_heads, counter = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * COUNTER)
-    tasks = load_i64(p + 8 * TASKS)
+    kv_heads, threads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * THREADS)
+    tasks, at_once = load_i64(p + 8 * TASKS), load_i64(p + 8 * AT_ONCE)
     request, begin, tiles, end = -1, 0, 0, 0
-    at_once = load_i64(p + 8 * AT_ONCE)
-    task = fetch_add(counter, at_once)
-    left = at_once
-    while task < tasks:
-        while task >= end:
-            begin = end
-            request += 1
-            tiles = _tiles(p, request)
-            end = begin + tiles * kv_heads
-        tile = tiles - 1 - (task - begin) // kv_heads
-        attend_tile(p, scratch, request, (task - begin) % kv_heads, tile * TILE_ROWS)
-        task, left = task + 1, left - 1
-        if left == 0:
-            task, left = fetch_add(counter, at_once), at_once
+    draws = (tasks + at_once - 1) // at_once
+    for turn in range(threads):
+        drawn = draw(p, 0, (member + turn) % threads, draws)
+        while drawn >= 0:
+            for task in range(drawn * at_once, min(drawn * at_once + at_once, tasks)):
+                if task < begin:
+                    request, begin, tiles, end = -1, 0, 0, 0
+                while task >= end:
+                    begin = end
+                    request += 1
+                    tiles = _tiles(p, request)
+                    end = begin + tiles * kv_heads
+                tile = tiles - 1 - (task - begin) // kv_heads
+                attend_tile(p, scratch, request, (task - begin) % kv_heads, tile * TILE_ROWS)
+            drawn = draw(p, 0, (member + turn) % threads, draws)
 
 
 @njit(error_model="numpy")
@@ -225,9 +231,9 @@ def attention_worker(p: int) -> None:
         _write_rows(p, rows)
         call_barrier(load_i64(p + 8 * BARRIER))
     if load_i64(p + 8 * BY_CHUNK):
-        _attend_chunks(p, scratch)
+        _attend_chunks(p, scratch, thread)
     else:
-        _attend_tiles(p, scratch)
+        _attend_tiles(p, scratch, thread)
 
 
 def attention_entry(p: int) -> None:
