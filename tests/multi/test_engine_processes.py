@@ -21,6 +21,7 @@ from ostinato.errors import ParallelError
 PATIENCE_S = 60
 PROMPTS = ["Once upon a time", "The bear", "A"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, logprobs=3)
+FORMED = SamplingParams(max_tokens=12, temperature=0, structured_outputs={"choice": ["a bear", "two bears"]})
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 
 
@@ -52,6 +53,7 @@ def _wait_for_end(pids: list[int]) -> None:
 def test_answers_of_one_process() -> None:
     with LLM(progress=False, threads=1) as llm:
         expected = [o.outputs for o in llm.generate(PROMPTS, GREEDY)]
+        formed = [o.outputs for o in llm.generate(PROMPTS, FORMED)]
     before = set(Path("/dev/shm").iterdir())
     with LLM(progress=False, threads=1, dp_size=2) as llm:
         pids = _children(os.getpid())
@@ -59,6 +61,7 @@ def test_answers_of_one_process() -> None:
         outputs = llm.generate(PROMPTS, GREEDY)
         assert [o.outputs for o in outputs] == expected
         assert [o.prompt for o in outputs] == PROMPTS
+        assert [o.outputs for o in llm.generate(PROMPTS, FORMED)] == formed
         streamed = list(llm.generate_stream(PROMPTS[0], GREEDY))
         assert "".join(o.outputs[0].delta for o in streamed) == expected[0][0].text
         assert llm.stats()["parallel"]["tp"] == 2
