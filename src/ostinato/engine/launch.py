@@ -90,7 +90,9 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     Raises ConfigError or ModelError with the value and the remedy.
     """
     _check_device(config)
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    threads = config.threads or os.cpu_count() or 1
+    if threads != torch.get_num_threads():  # the call makes one more pool, which nobody uses
+        torch.set_num_threads(threads)
     directory = locate_model(config.model)
     model_config = read_config(directory, dtype=_dtype(config))
     world = world or single_world()

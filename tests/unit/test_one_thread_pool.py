@@ -1,0 +1,70 @@
+"""One pool of threads: torch's OpenMP team computes, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+RUN = """
+import json, os, sys
+from ostinato import LLM, SamplingParams
+from ostinato.ops.cpu.threads import openmp_libraries
+
+def run_times():
+    # Nanoseconds that each thread of this process has run.
+    times = {}
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/schedstat") as file:
+            times[thread] = int(file.read().split()[0])
+    return times
+
+with LLM(threads=2, context_length=512) as llm:
+    params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0)
+    llm.generate("Once upon", params)
+    loaded = run_times()
+    llm.generate([list(range(1, 300)), list(range(5, 200))], params)
+    done = run_times()
+print(json.dumps({
+    "threads_before": len(loaded),
+    "threads_after": len(done),
+    "worked": sorted(t for t in done if done[t] > loaded.get(t, 0)),
+    "main": str(os.getpid()),
+    "libraries": openmp_libraries(),
+    "numba": "numba" in sys.modules,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def run() -> dict[str, Any]:
+    """A process with two threads that has served requests twice; what was seen around the second time."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    for _ in range(2):  # the first time may compile, and so import Numba
+        done = subprocess.run(
+            [sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_as_many_threads_compute_as_were_asked_for(run: dict[str, Any]) -> None:
+    assert len(run["worked"]) == 2
+    assert run["main"] in run["worked"]
+
+
+def test_serving_starts_no_threads(run: dict[str, Any]) -> None:
+    assert run["threads_after"] == run["threads_before"]
+
+
+def test_one_openmp_runtime_and_no_threading_layer_of_numba(run: dict[str, Any]) -> None:
+    assert len(run["libraries"]) == 1
+    assert "torch" in run["libraries"][0]
+    assert not run["numba"]
