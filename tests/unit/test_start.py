@@ -84,7 +84,7 @@ def test_the_kernels_of_the_demo_are_compiled_ahead(
 
 def test_the_kernels_of_an_int8_model_are_compiled_ahead() -> None:
     with LLM(quantization="int8", context_length=256) as llm:
-        llm.generate("Once upon", SamplingParams(max_tokens=3))
+        llm.generate("Once upon", SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=1))
         assert llm.engine.worker.model.ops.runtime.compiler.names <= listed("int8")  # type: ignore[attr-defined]
 
 

@@ -29,7 +29,7 @@ from ostinato.ops.cpu.moe import moe_entry, moe_worker
 from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
 from ostinato.ops.cpu.packing import pack_entry, pack_worker
 from ostinato.ops.cpu.paged_step import attention_entry, attention_worker
-from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS
+from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, copy_bf16_row, copy_fp32_row
 from ostinato.ops.cpu.rope_ir import ROW_FUNCTIONS
 from ostinato.ops.cpu.routing_ir import SCORE_FUNCTIONS, SCORE_KIND
 from ostinato.ops.cpu.routing_rows import routing_entry, routing_worker
@@ -98,6 +98,9 @@ def _product_jobs(isa: Isa, dtype: torch.dtype, quantized: bool) -> Iterator[Ker
     """Tiles for the weights (of int8 models the router's and the head's too), and what prepares rows."""
     for weights in (dtype, torch.int8) if quantized else (dtype,):
         yield KernelJob(kernel_name(tile_function(weights, isa)), TILE_ARGUMENTS)
+    wide = dtype == torch.float32
+    prepare: list[Kernel] = [copy_fp32_row if wide else copy_bf16_row]
     if quantized:
-        prepare = quantise_fp32_row if dtype == torch.float32 else quantise_bf16_row
-        yield KernelJob(kernel_name(prepare), PREPARE_ARGUMENTS)
+        prepare.append(quantise_fp32_row if wide else quantise_bf16_row)
+    for kernel in prepare:
+        yield KernelJob(kernel_name(kernel), PREPARE_ARGUMENTS)
