@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -89,7 +90,10 @@ async def _sample(service: Service) -> None:
     while True:
         await asyncio.sleep(_SAMPLE_S)
         if service.client.stats:
-            service.metrics.recorder.sample(service.client.stats)
+            try:
+                service.metrics.recorder.sample(service.client.stats)
+            except Exception:  # one bad sample must not end all later ones
+                traceback.print_exc()
 
 
 def _handle_errors(app: FastAPI) -> None:
