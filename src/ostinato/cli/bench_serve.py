@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -31,20 +31,20 @@ DEFAULT_CONCURRENCY = 16
 DEFAULT_REQUESTS = 100
 RANDOM_SETS = ("random", "shared-prefix")
 
-# The options. typer reads them at run time, hence Optional.
+# The options.
 _Url = Annotated[str, typer.Argument(help="The server.")]
-_Model = Annotated[Optional[str], typer.Option("--model", "-m", help="Its first model when left out.")]  # noqa: UP045
-_Key = Annotated[Optional[str], typer.Option(help="Sent as a bearer token.")]  # noqa: UP045
+_Model = Annotated[str | None, typer.Option("--model", "-m", help="Its first model when left out.")]
+_Key = Annotated[str | None, typer.Option(help="Sent as a bearer token.")]
 _Rate = Annotated[
-    Optional[float],  # noqa: UP045
+    float | None,
     typer.Option(min=1e-6, help="Requests a second, at random moments (open loop)."),
 ]
 _Concurrency = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     typer.Option(min=1, help=f"Requests in flight instead ({DEFAULT_CONCURRENCY})."),
 ]
 _Count = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     typer.Option(min=1, help=f"Requests in all ({DEFAULT_REQUESTS}; of a file: its lines)."),
 ]
 _Dataset = Annotated[str, typer.Option(help="random, shared-prefix, or a .jsonl file of requests.")]
@@ -53,7 +53,7 @@ _OutputLen = Annotated[str, typer.Option(help="Tokens of an answer, likewise.")]
 _PrefixLen = Annotated[int, typer.Option(min=1, help="Tokens of a shared prefix.")]
 _Prefixes = Annotated[int, typer.Option(min=1, help="How many shared prefixes there are.")]
 _TokenIds = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(help="Prompts of ids in this range, like 3:31999; words when left out."),
 ]
 _Chat = Annotated[bool, typer.Option("--chat", help="Send random prompts as chats.")]
@@ -62,14 +62,14 @@ _IgnoreEos = Annotated[
 ]
 _Extra = Annotated[str, typer.Option(help="JSON object of fields for every request.")]
 _Slo = Annotated[
-    Optional[list[str]],  # noqa: UP045
+    list[str] | None,
     typer.Option(help="Limits in ms that goodput asks for, like ttft:500,tpot:50."),
 ]
 _Timeout = Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")]
 _Warmup = Annotated[int, typer.Option(min=0, help="Requests sent first and not counted.")]
 _Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts, lengths and moments.")]
-_Out = Annotated[Optional[Path], typer.Option(help="Write the JSON here too, with every request.")]  # noqa: UP045
-_Plot = Annotated[Optional[Path], typer.Option(help="Draw an SVG.")]  # noqa: UP045
+_Out = Annotated[Path | None, typer.Option(help="Write the JSON here too, with every request.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw an SVG.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from ostinato.text.stop import begun
+
 OPEN, CLOSE = "<think>", "</think>"
 
 
@@ -77,7 +79,7 @@ class ReasoningSplitter:
             self._held, self._state = self._held[at + len(CLOSE) :], "after"
             return piece
         # A line's end may be the one before the mark, and the end of the text the beginning of it.
-        ready = len(self._held) - _overlap(self._held, CLOSE)
+        ready = len(self._held) - begun(self._held, CLOSE)
         ready = len(self._held[:ready].rstrip("\n"))
         if not ready:
             return None
@@ -87,8 +89,3 @@ class ReasoningSplitter:
     def _take(self, kind: Literal["reasoning", "content"], size: int) -> Piece:
         piece, self._held = Piece(kind, self._held[:size]), self._held[size:]
         return piece
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that `mark` begins with."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

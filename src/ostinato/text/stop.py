@@ -116,3 +116,8 @@ class StopStream:
         """The sequence has ended without a stop string: returns what was held back."""
         held, self._held, self._state = self._held, "", 0
         return held
+
+
+def begun(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that `mark` begins with: of a mark that may still be forming."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

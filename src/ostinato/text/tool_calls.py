@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ostinato.text.stop import begun
+
 FORMATS = ("hermes", "llama3_json", "mistral")
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 _DECODER = json.JSONDecoder()
@@ -83,7 +85,7 @@ class HermesParser:
                 self._behind_call = not self._held
             at = self._held.find(_OPEN)
             if at < 0:
-                ready = len(self._held) - _overlap(self._held, _OPEN)
+                ready = len(self._held) - begun(self._held, _OPEN)
                 ready -= len(self._held[:ready]) - len(self._held[:ready].rstrip("\n"))
                 items += self._content(ready)
                 return items
@@ -157,7 +159,7 @@ class MistralParser:
             return []
         at = self._held.find(_MISTRAL)
         self._calls = at >= 0
-        ready = at if self._calls else len(self._held) - _overlap(self._held, _MISTRAL)
+        ready = at if self._calls else len(self._held) - begun(self._held, _MISTRAL)
         text, self._held = self._held[:ready], self._held[ready:]
         return [text] if text else []
 
@@ -215,11 +217,6 @@ def _as_call(value: object, arguments: str) -> ToolCall | None:
     if not isinstance(given, Mapping):
         return None
     return ToolCall(value["name"], json.dumps(given, ensure_ascii=False))
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of `text` that `mark` begins with."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def forced_grammar(
