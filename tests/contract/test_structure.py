@@ -29,6 +29,7 @@ LEVELS = {
     "engine": 4,
     "server": 5,
     "testing": 5,
+    "verify": 5,
     "deploy": 6,
     "cli": 6,
     "__main__": 7,
