@@ -14,6 +14,7 @@ from typing import Any
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.engine.front import FrontEngine
+from ostinato.engine.program import RankProgram
 from ostinato.engine.rank import follow
 from ostinato.engine.request import RequestOutput, SamplingParams
 from ostinato.parallel.collectives import Group, SingleGroup
@@ -77,8 +78,8 @@ def generate(
 
 
 @contextmanager
-def ensemble(layout: Topology, **options: Any) -> Iterator[Ensemble]:
-    """All ranks of a layout; options are those of the engine, without sizes."""
+def ensemble(layout: Topology, program: RankProgram | None = None, **options: Any) -> Iterator[Ensemble]:
+    """All ranks of a layout; options are those of the engine, without sizes. program: what they can be asked to run."""
     sizes = {"tp_size": layout.tp, "dp_size": layout.dp, "ep_size": layout.ep}
     config = EngineConfig(progress=False, threads=1, **sizes, **options)
     everybody = worlds(layout)
@@ -87,7 +88,7 @@ def ensemble(layout: Topology, **options: Any) -> Iterator[Ensemble]:
 
     def run(world: World) -> None:
         try:
-            engine = Engine(config, lambda *args: None, world)
+            engine = Engine(config, lambda *args: None, world, program)
             engines.append(engine)
             follow(engine, world)
         except BaseException as error:
@@ -99,7 +100,7 @@ def ensemble(layout: Topology, **options: Any) -> Iterator[Ensemble]:
         thread.start()
     front, made = None, None
     try:
-        front = FrontEngine(config, lambda *args: None, everybody[0])
+        front = FrontEngine(config, lambda *args: None, everybody[0], program=program)
         made = Ensemble(front, [front, *engines], errors)
         yield made
     finally:

@@ -66,9 +66,23 @@ class Coordinator:
             return None
         else:
             mode, counts, reject, rank = plan.mode, (plan.num_tokens,), "", 0
-        shape = decide_shape(mode, counts, bs, self.rules, dp_rank=rank, reject=reject)
-        if topology.tp > 1:
-            self.widths.rows = gathered_rows(shape, self.rules).padded
+        return self.settle(mode, counts, bs, reject=reject, dp_rank=rank)
+
+    def settle(
+        self,
+        mode: StepMode,
+        counts: tuple[int, ...],
+        bs: int,
+        *,
+        reject: str = "",
+        dp_rank: int = 0,
+        rules: ShapeRules | None = None,
+    ) -> StepShape:
+        """The shape of a step about which all ranks know everything; rules: instead of the own, on all of them."""
+        rules = rules or self.rules
+        shape = decide_shape(mode, counts, bs, rules, dp_rank=dp_rank, reject=reject)
+        if self.world.topology.tp > 1:
+            self.widths.rows = gathered_rows(shape, rules).padded
         return shape
 
     def repeats(self) -> bool:

@@ -23,6 +23,7 @@ from ostinato.engine.choosing import choose
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.launch import launch
 from ostinato.engine.output import OutputStream, as_rows
+from ostinato.engine.program import RankProgram
 from ostinato.engine.progress import Report
 from ostinato.engine.request import (
     FinishReason,
@@ -60,11 +61,19 @@ class _Live:
 class Engine:
     """One model, served step by step. Raises ConfigError or ModelError when it cannot be launched.
 
-    world: this rank's place among several that run one model together; all of them step together then.
+    world: this rank's place among several that run one model together; all of them step together then. program: what
+    `call` runs.
     """
 
-    def __init__(self, config: EngineConfig, report: Report, world: World | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        report: Report,
+        world: World | None = None,
+        program: RankProgram | None = None,
+    ) -> None:
         self.config = config
+        self.program = program
         self.world = world or single_world()
         parts = launch(config, report, self.world)
         self.directory = parts.directory
@@ -305,6 +314,15 @@ class Engine:
                 del self._live[name]
             deltas += news
         return deltas
+
+    def call(self, message: bytes) -> list[bytes]:
+        """Run the program that the engine was made with on `message`, on all ranks; their answers, by rank."""
+        return [self.run_program(message)]
+
+    def run_program(self, message: bytes) -> bytes:
+        """This rank's part of `call`."""
+        assert self.program is not None, "the engine was made without a program"
+        return self.program.run(self, message)
 
     # ---- ends ----
 

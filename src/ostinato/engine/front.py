@@ -21,6 +21,7 @@ from ostinato.config import EngineConfig, LaunchedRank, launched_rank
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.engine import Engine
 from ostinato.engine.interrupts import delayed_interrupts
+from ostinato.engine.program import RANK_MODULE, RankProgram
 from ostinato.engine.progress import Report
 from ostinato.engine.rank import run_rank
 from ostinato.engine.ranks import LOCALHOST, RankProcesses, meet, own_threads
@@ -34,8 +35,10 @@ from ostinato.parallel.shm import Watchdog
 from ostinato.parallel.topology import Topology
 
 
-def open_engine(config: EngineConfig, report: Report) -> Engine:
+def open_engine(config: EngineConfig, report: Report, program: RankProgram | None = None) -> Engine:
     """The engine that `config` asks for: in this process alone, or over several. Close it when it is done with.
+
+    program: what `Engine.call` runs, on all ranks.
 
     Under torchrun its processes are the ranks: on rank 0 this returns, on the others it serves rank 0 and then ends the
     process (SystemExit). Raises ConfigError for a layout that cannot be, ModelError for a checkpoint that cannot be
@@ -45,22 +48,26 @@ def open_engine(config: EngineConfig, report: Report) -> Engine:
     size = config.tp_size if launched is None or config.tp_size is not None else launched.size
     topology = Topology.of(tp=size, dp=config.dp_size, ep=config.ep_size)
     if launched is not None:
-        return _open_launched(config, report, topology, launched)
+        return _open_launched(config, report, topology, launched, program)
     if topology.tp == 1:
-        return Engine(config, report)
+        return Engine(config, report, program=program)
     shared = config.replace(threads=own_threads(config, topology, os.cpu_count() or 1))
-    processes = RankProcesses(topology, shared)
+    processes = RankProcesses(topology, shared, RANK_MODULE if program is None else program.module)
     try:
         watchdog = Watchdog(float(config.rank_timeout), processes.check)
         world = meet(topology, processes.store, shared, watchdog)
-        return FrontEngine(shared, report, world, processes)
+        return FrontEngine(shared, report, world, processes, program)
     except BaseException:
         processes.kill()
         raise
 
 
 def _open_launched(
-    config: EngineConfig, report: Report, topology: Topology, launched: LaunchedRank
+    config: EngineConfig,
+    report: Report,
+    topology: Topology,
+    launched: LaunchedRank,
+    program: RankProgram | None,
 ) -> Engine:
     if topology.tp != launched.size:
         raise ConfigError(
@@ -77,17 +84,22 @@ def _open_launched(
         host=LOCALHOST if local else None,
     )
     if launched.rank:
-        raise SystemExit(run_rank(world.topology, config, world))
-    return FrontEngine(config, report, world)
+        raise SystemExit(run_rank(world.topology, config, world, program))
+    return FrontEngine(config, report, world, program=program)
 
 
 class FrontEngine(Engine):
     """Rank 0. Requests of its own data-parallel group run in the engine that it is, others in those that it leads."""
 
     def __init__(
-        self, config: EngineConfig, report: Report, world: World, processes: RankProcesses | None = None
+        self,
+        config: EngineConfig,
+        report: Report,
+        world: World,
+        processes: RankProcesses | None = None,
+        program: RankProgram | None = None,
     ) -> None:
-        super().__init__(config, report, world)
+        super().__init__(config, report, world, program)
         self._processes = processes
         self._courier = Courier(world.control)
         self.router = Router(world.topology.dp)
@@ -95,6 +107,7 @@ class FrontEngine(Engine):
         self._queued: dict[str, Request] = {}  # of the own group, not yet in this engine
         self._remote: dict[str, RemoteRequest] = {}
         self._told: list[dict[str, Any]] = []
+        self._answers: list[bytes] = []
         self._aborted: RequestOutput | None = None
         self._broken: str = ""
         self._round(Round("tell"))  # comes to its end when all ranks are loaded
@@ -166,6 +179,10 @@ class FrontEngine(Engine):
                 self._forget(name)
         return deltas
 
+    def call(self, message: bytes) -> list[bytes]:
+        self._round(Round("call", message=message))
+        return self._answers
+
     def _take_round(self, op: Literal["step", "tell"]) -> Round:
         round_, self._next = self._next, Round("step")
         round_.op = op
@@ -186,12 +203,14 @@ class FrontEngine(Engine):
                 self._aborted = super().abort(request_id)
             if round_.op == "step":
                 self._advance()
-            news = self._courier.gather(News(digest=self.digest))
+            answer = self.run_program(round_.message) if round_.op == "call" else b""
+            news = self._courier.gather(News(digest=self.digest, answer=answer))
             self._compare(news)
         except BaseException as error:
             self._give_up(error)
             raise
         self._told = [json.loads(one.stats) for one in news if one.stats]
+        self._answers = [one.answer for one in news]
         return [delta for one in news for delta in one.deltas]
 
     def _compare(self, news: list[News]) -> None:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
+from ostinato.engine.program import RankProgram
 from ostinato.engine.progress import bars
 from ostinato.engine.ranks import LOCALHOST, meet
 from ostinato.engine.rounds import Courier, News, Round, accepted
@@ -30,21 +31,24 @@ from ostinato.parallel.topology import Topology
 FAILED = 1
 
 
-def main() -> int:
-    """Serve one rank until told to stop; the exit status."""
+def main(program: RankProgram | None = None) -> int:
+    """Serve one rank until told to stop; the exit status. program: what rank 0 may call."""
     launch: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
     config = EngineConfig(**launch["config"]).replace(progress=False)
     topology = Topology(**launch["topology"])
     store = TCPStore(LOCALHOST, launch["port"], topology.tp, False)
-    return run_rank(topology, config, meet(topology, store, config, Watchdog(float(config.rank_timeout))))
+    world = meet(topology, store, config, Watchdog(float(config.rank_timeout)))
+    return run_rank(topology, config, world, program)
 
 
-def run_rank(topology: Topology, config: EngineConfig, world: World) -> int:
+def run_rank(
+    topology: Topology, config: EngineConfig, world: World, program: RankProgram | None = None
+) -> int:
     """Load this rank's part of the model and follow rank 0; the exit status."""
     try:
         with bars(shown=False) as report:
-            engine = Engine(config, report, world)
+            engine = Engine(config, report, world, program)
         follow(engine, world)
     except OstinatoError as error:
         print(f"rank {topology.rank}: {error}", file=sys.stderr, flush=True)
@@ -66,7 +70,9 @@ def follow(engine: Engine, world: World) -> None:
             return
         carry_out(engine, round_, topology.attn_dp_rank)
         news = News()
-        if round_.op == "step":
+        if round_.op == "call":
+            news.answer = engine.run_program(round_.message)
+        elif round_.op == "step":
             deltas = engine.step_deltas()
             if topology.is_leader:
                 news.deltas = deltas

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ostinato.config import EngineConfig
+from ostinato.engine.program import RANK_MODULE
 from ostinato.errors import ParallelError
 from ostinato.parallel.rendezvous import World, join
 from ostinato.parallel.shm import Watchdog
@@ -31,16 +32,16 @@ STOP_TIMEOUT_S = 10.0
 
 
 class RankProcesses:
-    """Ranks 1 to tp - 1 of a layout, on this machine."""
+    """Ranks 1 to tp - 1 of a layout, on this machine; each runs `module`."""
 
-    def __init__(self, topology: Topology, config: EngineConfig) -> None:
+    def __init__(self, topology: Topology, config: EngineConfig, module: str = RANK_MODULE) -> None:
         store = TCPStore(LOCALHOST, 0, topology.tp, True, wait_for_workers=False)
         self._store = store
         self._processes: list[subprocess.Popen[bytes]] = []
         # Also when the engine is collected, or the interpreter ends, without a close.
         self._end = weakref.finalize(self, _kill, self._processes)
         for rank in range(1, topology.tp):
-            self._processes.append(_spawn(topology.at(rank), config, store.port))
+            self._processes.append(_spawn(topology.at(rank), config, store.port, module))
 
     @property
     def store(self) -> Store:
@@ -74,9 +75,9 @@ class RankProcesses:
         self._end()
 
 
-def _spawn(topology: Topology, config: EngineConfig, port: int) -> subprocess.Popen[bytes]:
+def _spawn(topology: Topology, config: EngineConfig, port: int, module: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "ostinato.engine.rank"],
+        [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno() if _has_fileno() else subprocess.DEVNULL,  # stdout belongs to rank 0
         start_new_session=True,  # Ctrl-C reaches rank 0 alone

@@ -43,19 +43,25 @@ class Submit(msgspec.Struct, array_like=True):
 
 
 class Round(msgspec.Struct, array_like=True):
-    """step: carry out submits and aborts, then run one step. tell: carry them out and send statistics. stop: end."""
+    """step: carry out submits and aborts, then run one step. tell: carry them out and send statistics. call: run the
+    program on `message`. stop: end.
+    """
 
-    op: Literal["step", "tell", "stop"]
+    op: Literal["step", "tell", "call", "stop"]
     submits: list[Submit] = []
     aborts: list[str] = []
+    message: bytes = b""
 
 
 class News(msgspec.Struct, array_like=True):
-    """What a rank sends after a round: leaders their news, or, after a "tell", statistics as JSON; all their digest."""
+    """What a rank sends after a round: leaders their news, or, after a "tell", statistics as JSON; all their digest,
+    and after a "call" their answer.
+    """
 
     deltas: list[SequenceDelta] = []
     stats: bytes = b""
     digest: int = 0
+    answer: bytes = b""
 
 
 def params_as_dict(params: SamplingParams) -> dict[str, Any]:
