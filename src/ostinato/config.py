@@ -87,7 +87,7 @@ class EngineConfig:
         1024, "Prompts longer than this are prefilled in chunks of it; 0 for never", minimum=0
     )
     mixed_prefill: bool = _option(False, "Prefill chunks and decode rows share a step")
-    fair_prefill: bool = _option(True, "Answers go on between prefill steps (without dp)")
+    fair_prefill: bool = _option(True, "Let answers go on between prefill steps, on all ranks alike")
 
     page_size: int = _option(16, "Tokens of one KV page", minimum=1)
     num_pages: int | None = _option(None, "KV pages, instead of --kv-memory", minimum=2)

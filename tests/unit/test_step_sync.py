@@ -47,9 +47,9 @@ class Scripted:
 
 
 def test_rows_come_back_as_votes() -> None:
-    for vote in (StepVote(), StepVote(EXTEND, 7, 2, False, True), StepVote(DECODE, 3, 3, True, False)):
-        assert StepVote.of(vote.row()) == vote
-    assert StepVote().row() == [0, 0, 1, 0, 1, 3, 1], (
+    votes = StepVote(), StepVote(EXTEND, 7, 2, False, True, held=2), StepVote(DECODE, 3, 3, True, False)
+    assert [StepVote.of(vote.row()) for vote in votes] == list(votes)
+    assert StepVote().row() == [0, 0, 1, 0, 1, 3, 1, 0], (
         "the reference's row of an inactive rank, that votes for graphs"
     )
 
@@ -88,6 +88,13 @@ def test_leaders_speak_for_their_groups() -> None:
         ParallelError, match="rank 3 wants to run 7 tokens, rank 2, which shares its requests, 8"
     ):
         StepSync(Topology(tp=4, dp=2), Scripted(rows)).gather(one)
+
+
+def test_a_prefill_that_holds_up_answers_is_followed_by_a_turn_of_decode_rows() -> None:
+    assert agree([StepVote(EXTEND, 8, held=3), StepVote(DECODE, 1)]).decode_next
+    assert agree([StepVote(), StepVote(EXTEND, 8, held=1)]).decode_next, "of any rank, for all ranks"
+    assert not agree([StepVote(EXTEND, 8), StepVote(DECODE, 1)]).decode_next, "decode rows have joined"
+    assert not agree([StepVote(DECODE, 1), StepVote()]).decode_next, "never twice in a row"
 
 
 @pytest.mark.parametrize(

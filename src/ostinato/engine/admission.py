@@ -131,6 +131,12 @@ def fits_by_simulation(available: int, extend: int, candidate: Sequence, running
     return True
 
 
+def held_decodes(running: Iterable[Sequence], prefilling: Iterable[Sequence]) -> int:
+    """Sequences that will have a token to decode and wait, because a step prefills: those beside it and its own."""
+    now = set(prefilling)
+    return sum(s.remaining_new > (s in now) for s in running)
+
+
 def retraction_order(running: Iterable[Sequence]) -> list[Sequence]:
     """Running sequences, the first to be retracted last: shortest output, among equals the longest prompt."""
     return sorted(running, key=lambda s: (-len(s.output_token_ids), s.prompt_len))

@@ -9,7 +9,7 @@ step that any of them takes, also with nothing to run; ranks that do not depend 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,17 @@ from ostinato.parallel.step_sync import StepSync, StepVote
 
 def _nothing() -> None:
     return
+
+
+@dataclass(slots=True)
+class Turn:
+    """decode: the next step is left to decode rows on all ranks, since the last one kept some of them waiting.
+
+    It follows from the votes of the last step alone, so every rank knows it before it schedules; and a step of decode
+    rows never leads to another such turn, so a prompt waits for one step at a time.
+    """
+
+    decode: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,7 @@ class Coordinator:
     sync: StepSync
     depends: bool
     before_step: Callable[[], None] = _nothing
+    turn: Turn = field(default_factory=Turn)
 
     @classmethod
     def of(
@@ -57,6 +69,7 @@ class Coordinator:
         bs = 0 if plan is None else len(plan.rows)
         if self.depends:
             step = self.sync.gather(self._vote(plan))
+            self.turn.decode = step.decode_next and topology.dp > 1  # one group alone takes turns by itself
             if step.idle:
                 return None
             self.before_step()
@@ -121,4 +134,5 @@ class Coordinator:
         fits = most is None or len(plan.rows) <= most
         eager = plan.mode is StepMode.MIXED and self.rules.mixed_eager
         logits = sum(row.samples for row in plan.rows)
-        return StepVote(plan.mode, plan.num_tokens, logits, prefill_graph=fits and not eager)
+        graph = fits and not eager
+        return StepVote(plan.mode, plan.num_tokens, logits, prefill_graph=graph, held=plan.held)

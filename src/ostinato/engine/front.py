@@ -290,9 +290,10 @@ def merged_stats(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Statistics of all data-parallel groups as those of one engine: counts are added, the rest is the first one's."""
     first = dict(groups[0])
     for key in ("tokens", "scheduler"):
+        named = {name: value for one in reversed(groups) for name, value in one[key].items()}
         first[key] = {
             name: sum(one[key].get(name, 0) for one in groups) if isinstance(value, int) else value
-            for name, value in groups[0][key].items()
+            for name, value in named.items()
         }
     loads = [one["expert_load"] for one in groups]
     if loads[0] is not None:

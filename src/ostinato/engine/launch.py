@@ -69,8 +69,13 @@ class Parts:
     passes: PassExecutor | None = None
 
     def schedule(self) -> StepPlan | None:
-        """The next step. Where prefills wait for other ranks, this is one pass, which all ranks take together."""
+        """The next step. Where prefills wait for other ranks, this is one pass, which all ranks take together.
+
+        There is no pass in a turn of decode rows: all ranks know that none prefills, and no wait is cut short by it.
+        """
         scheduler, passes = self.scheduler, self.passes
+        if self.worker.coordinator.turn.decode:
+            return scheduler.decode_turn()
         if passes is None:
             return scheduler.schedule()
         usage = 1.0 - scheduler.kv.available_tokens / scheduler.kv.total_tokens
@@ -118,7 +123,8 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     if config.capture == "startup" and worker.decode.backend.captures:
         worker.capture(report)
     passes = _passes(config, sizes, worker.coordinator)
-    scheduler = _scheduler(config, sizes, pool, None if passes is None else passes.ask)
+    together = worker.coordinator.rules.extend_gather
+    scheduler = _scheduler(config, sizes, pool, None if passes is None else passes.ask, together)
     return Parts(directory, model_config, worker, scheduler, passes)
 
 
@@ -208,9 +214,9 @@ def _worker(
 
 
 def _scheduler(
-    config: EngineConfig, sizes: Sizes, pool: KVPool, negotiate: PrefillNegotiation | None
+    config: EngineConfig, sizes: Sizes, pool: KVPool, negotiate: PrefillNegotiation | None, together: bool
 ) -> Scheduler:
-    """Scheduling over all pages of the pool."""
+    """Scheduling over all pages of the pool; `together` with other data-parallel groups where steps depend on them."""
     allocator = PageAllocator(sizes.num_pages, config.page_size)
     radix = RadixCache(allocator, enabled=config.enable_prefix_caching)
     options = SchedulerOptions(
@@ -219,7 +225,8 @@ def _scheduler(
         context_length=sizes.context_length,
         chunked_prefill_size=config.chunked_prefill_size,
         mixed_prefill=config.mixed_prefill,
-        fair=config.fair_prefill and config.dp_size == 1,
+        fair=config.fair_prefill,
+        together=together,
     )
     return Scheduler(options, Residency(allocator, radix, pool), negotiate)
 

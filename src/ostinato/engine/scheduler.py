@@ -23,6 +23,7 @@ from ostinato.engine.admission import (
     StepBudget,
     expected_growth,
     fits_by_simulation,
+    held_decodes,
     reserved_tokens,
     retraction_order,
 )
@@ -37,8 +38,8 @@ from ostinato.padding import StepMode, align_up
 class SchedulerOptions:
     """Limits and policies. `chunked_prefill_size` None switches chunking off; it is a multiple of the page.
 
-    `fair`: a decode step follows each prefill step, so that prompts without end cannot hold up answers. Only for a
-    scheduler that decides alone.
+    `fair`: a decode step follows a prefill step that holds up answers, so that prompts without end cannot. `together`:
+    whose turn it is, is agreed with other ranks (`StepPlan.held`, `decode_turn`); else it is decided here.
     """
 
     max_running_requests: int
@@ -47,6 +48,7 @@ class SchedulerOptions:
     chunked_prefill_size: int | None = None
     mixed_prefill: bool = False
     fair: bool = False
+    together: bool = False
     conservativeness: float = 1.0
 
 
@@ -67,10 +69,11 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its mode and its rows, in order."""
+    """One step: its mode and its rows, in order. held: requests that could decode next and wait for a prefill now."""
 
     mode: StepMode
     rows: tuple[ScheduledSequence, ...]
+    held: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +101,7 @@ class Scheduler:
         self._page = kv.page_size
         self._negotiate = negotiate
         self._failed: list[Sequence] = []
-        self._fair = options.fair and negotiate is None
+        self._takes_turns = options.fair and not options.mixed_prefill  # mixed decode rows never wait
         self._decode_due = False
 
     # ---- intake and exit ----
@@ -156,17 +159,25 @@ class Scheduler:
         """The next step, or None when nothing can run now. Page tables are ready when it returns."""
         # Decode rows of a mixed step take their pages first: admission then sees what is really left.
         decode = self._decode_rows() if self.options.mixed_prefill else []
-        if self._decode_due and not decode:
+        if self._decode_due:
             self._decode_due = False
-            decode = self._decode_rows()
-            if decode:
-                return StepPlan(StepMode.DECODE, tuple(decode))
+            if turn := self.decode_turn():
+                return turn
         rows = self._admit(len(decode))
         if rows:
-            self._decode_due = self._fair
-            return StepPlan(StepMode.MIXED if decode else StepMode.EXTEND, (*rows, *decode))
+            held = held_decodes(self.running, [row.sequence for row in rows]) if self._takes_turns else 0
+            self._decode_due = held > 0 and not self.options.together
+            return StepPlan(StepMode.MIXED if decode else StepMode.EXTEND, (*rows, *decode), held)
         decode = decode or self._decode_rows()
         return StepPlan(StepMode.DECODE, tuple(decode)) if decode else None
+
+    def decode_turn(self) -> StepPlan | None:
+        """A step that is left to decode rows: whatever could prefill waits for this one step, and is counted."""
+        rows = self._decode_rows()
+        if rows or self.options.together:
+            self.counts["fair_decode_turns"] += 1
+            self.counts["fair_prefills_held"] += len(self.waiting) + (self.chunked is not None)
+        return StepPlan(StepMode.DECODE, tuple(rows)) if rows else None
 
     def commit(self, plan: StepPlan, tokens: Mapping[Sequence, int]) -> list[Sequence]:
         """Take the tokens of a step that ran, by sequence; returns those that it ended (length, stop tokens)."""
@@ -194,9 +205,7 @@ class Scheduler:
             self.finish(sequence, "stop", token)
         elif generated >= sequence.max_new_tokens:
             self.finish(sequence, "length")
-        else:
-            return False
-        return True
+        return sequence.state is SequenceState.FINISHED
 
     # ---- prefill ----
 
@@ -206,11 +215,8 @@ class Scheduler:
             return []
         options = self.options
         chunk = options.chunked_prefill_size
-        budget = StepBudget(
-            self._page,
-            align_up(options.max_prefill_tokens, self._page) - decode_rows,
-            None if chunk is None else chunk - decode_rows,
-        )
+        tokens = align_up(options.max_prefill_tokens, self._page) - decode_rows
+        budget = StepBudget(self._page, tokens, None if chunk is None else chunk - decode_rows)
         started: list[Sequence] = []
         rows = self._let_pass(budget, started)
         if self.chunked is not None:
@@ -247,9 +253,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if sequence.request.priority > first.request.priority:
                 break
-            tokens = align_up(
-                sequence.num_tokens, self._page
-            )  # at most: a cached prefix is not looked up here
+            tokens = align_up(sequence.num_tokens, self._page)  # at most: no cached prefix is looked up here
             if tokens > left or self._held_back(sequence, started):
                 continue
             verdict, row = self._try(sequence, budget, started)
@@ -283,8 +287,8 @@ class Scheduler:
         """One waiting sequence: pre-lock gates, lock, re-check, negotiate, commit."""
         if len(self.running) >= self.options.max_running_requests or self.kv.pool.free_rows == 0:
             return Admission.OTHER, None
-        # The last known token is always computed again: its logits choose the next one.
-        # Prompt log-probabilities need the logits of every position, so such a prompt uses no cached prefix.
+        # The last known token is computed again, as its logits choose the next one; so is a prompt whose logits are
+        # all wanted, which uses no cached prefix.
         known = sequence.tokens(0, 0 if sequence.wants_prompt_logits else sequence.num_tokens - 1)
         match = self.kv.radix.match(known, sequence.request.extra_key)
         start = len(match.pages) * self._page

@@ -26,7 +26,8 @@ class StepVote:
     """One rank's row (docs/behaviour.md, section 1.9).
 
     num_tokens: real rows, 0 when idle. num_logits: rows whose logits are wanted. decode_graph, prefill_graph: whether
-    nothing on this rank speaks against replaying a graph of that kind; an idle rank has no objection.
+    nothing on this rank speaks against replaying a graph of that kind; an idle rank has no objection. held: requests
+    that could decode next, and wait because this rank prefills.
     """
 
     mode: StepMode = StepMode.IDLE
@@ -34,20 +35,21 @@ class StepVote:
     num_logits: int = 0
     decode_graph: bool = True
     prefill_graph: bool = True
+    held: int = 0
 
     def row(self) -> list[int]:
-        """As int64 values, in the order of the reference; two-batch overlap is never in the way."""
+        """As int64 values, in the order of the reference and `held`; two-batch overlap is never in the way."""
         extend = int(self.mode.is_extend)
         mode = _MODES.index(self.mode)
         votes = int(self.decode_graph), int(self.prefill_graph)
-        return [self.num_tokens, self.num_logits, votes[0], extend, 1, mode, votes[1]]
+        return [self.num_tokens, self.num_logits, votes[0], extend, 1, mode, votes[1], self.held]
 
     @classmethod
     def of(cls, row: Sequence[int]) -> StepVote:
-        return cls(_MODES[row[5]], row[0], row[1], bool(row[2]), bool(row[6]))
+        return cls(_MODES[row[5]], row[0], row[1], bool(row[2]), bool(row[6]), row[7])
 
 
-WORDS = 7
+WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +57,15 @@ class GroupStep:
     """What all ranks do next. `num_tokens`: real rows of every data-parallel rank.
 
     is_extend: some rank prefills, so all run an extend step: decode rows join as extends of one token.
-    reject: why no graph may serve the step, for all ranks alike; empty otherwise.
+    reject: why no graph may serve the step, for all ranks alike; empty otherwise. decode_next: it keeps some request
+    of some rank from decoding, so the next step is left to decode rows, on all ranks.
     """
 
     num_tokens: tuple[int, ...]
     num_logits: tuple[int, ...]
     is_extend: bool
     reject: str = ""
+    decode_next: bool = False
 
     @property
     def idle(self) -> bool:
@@ -85,6 +89,7 @@ def agree(votes: Sequence[StepVote]) -> GroupStep:
         num_logits=tuple(vote.num_logits for vote in votes),
         is_extend=is_extend,
         reject=f"data-parallel rank {', '.join(against)} votes against a graph" if against else "",
+        decode_next=is_extend and any(vote.held for vote in votes),
     )
 
 
