@@ -102,6 +102,12 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = _option(None, "Prefill token counts to capture, like 64,256")
     disable_padding: bool = _option(False, "Capture every decode batch size instead of padding to buckets")
 
+    shadow_rate: float = _option(
+        0.0, "Share of the steps that are run again eagerly and compared, like 0.001"
+    )
+    trace_steps: int = _option(0, "Record this many replayed steps as replay traces", minimum=0)
+    trace_dir: str | None = _option(None, "Where replay traces go; traces/ in the cache when left out")
+
     tp_size: int | None = _option(
         None, "Processes that share the model; what dp and ep need when left out", minimum=1, flag="tp"
     )
@@ -243,6 +249,9 @@ def _check(config: EngineConfig | ServerConfig, spec: Field[Any]) -> None:
     elif minimum is not None:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ConfigError(f"{spec.name} must be a whole number of at least {minimum}, got {value!r}")
+    elif spec.type == "float":
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ConfigError(f"{spec.name} must be a number from 0 to 1, got {value!r}")
     elif not isinstance(value, bool if spec.type == "bool" else str):
         kind = "True or False" if spec.type == "bool" else "a string"
         raise ConfigError(f"{spec.name} must be {kind}, got {value!r}")

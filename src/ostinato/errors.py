@@ -33,3 +33,7 @@ class CaptureError(OstinatoError, RuntimeError):
 
 class ParallelError(OstinatoError, RuntimeError):
     """A rank is gone, too late, or out of step with the others; the whole group has to end."""
+
+
+class TraceError(OstinatoError, ValueError):
+    """A replay trace cannot be read, or cannot be run again here."""

@@ -335,7 +335,7 @@ def test_accounting() -> None:
         run(runner, batch(*range(n)))
     run(runner, batch(1, 2, 3), reject="logprobs")
     made = runner.stats.as_dict()
-    zero = {"replays": 0, "advanced": 0, "eager": 0}
+    zero = {"replays": 0, "advanced": 0, "eager": 0, "checked": 0, "mismatches": 0, "quarantined": False}
     assert made.pop("replay_s") > 0
     assert json.loads(json.dumps(made)) == {
         "captures": 2,
@@ -345,7 +345,11 @@ def test_accounting() -> None:
         "eager_reasons": {"logprobs": 1},
         "real_rows": 14,
         "pad_rows": 4,
+        "checked": 0,
+        "mismatches": 0,
         "captured_never_replayed": ["decode/2"],
+        "quarantined": [],
+        "sizes": {"1": 1, "3": 3, "4": 1},
         "keys": {
             "decode/2": zero | {"captures": 1, "real_rows": 1, "pad_rows": 1},
             "decode/4": zero | {"captures": 1, "replays": 2, "eager": 1, "real_rows": 13, "pad_rows": 3},

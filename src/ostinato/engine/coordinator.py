@@ -121,6 +121,14 @@ class Coordinator:
 
         return gather
 
+    def objectors(self, objects: bool) -> tuple[int, ...]:
+        """Ranks that object to the step that all of them have just taken together; each comes here then."""
+        group = self.world.world if self.depends else self.world.attn
+        ranks = range(group.size) if self.depends else self.world.topology.attn_tp_ranks
+        gathered = torch.zeros(group.size, 1, dtype=torch.int64)
+        group.all_gather(torch.tensor([int(objects)]), gathered)
+        return tuple(rank for rank, (found,) in zip(ranks, gathered.tolist(), strict=True) if found)
+
     def dummy(self, rows: int) -> tuple[int, ...]:
         """All ranks run `rows` rows: what a capture ahead of time does."""
         self.widths.rows = (rows,) * self.world.topology.dp

@@ -15,7 +15,7 @@ import torch
 
 from ostinato.config import EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
-from ostinato.engine.kernels import choose_kernels
+from ostinato.engine.kernels import Kernels, choose_kernels
 from ostinato.engine.prefill_delayer import (
     STATE_WORDS,
     DelayerOptions,
@@ -26,6 +26,8 @@ from ostinato.engine.prefill_delayer import (
 from ostinato.engine.progress import Report
 from ostinato.engine.residency import Residency
 from ostinato.engine.scheduler import PrefillNegotiation, Scheduler, SchedulerOptions, StepPlan
+from ostinato.engine.shadow import CheckOptions
+from ostinato.engine.trace import TraceWriter
 from ostinato.engine.worker import Worker, WorkerOptions
 from ostinato.errors import ConfigError
 from ostinato.graphs import Backend, EagerBackend, TapeBackend, decode_buckets, prefill_buckets
@@ -185,6 +187,7 @@ def _worker(
         max_num_tokens=sizes.max_num_tokens,
         context_length=sizes.context_length,
         capture_on_first_use=config.capture == "lazy",
+        checks=_checks(config, directory, pool, plan, kernels),
     )
     depends = moe is not None and plan.topology.dp > 1
     shares = plan.topology.attn_tp if plan.shares_rows and moe else 1
@@ -211,6 +214,16 @@ def _worker(
         before_step=None if rebalancer is None else rebalancer.tick,
     )
     return Worker(model, attention, pool, _backend(config), rules, options, load, coordinator, rebalancer)
+
+
+def _checks(
+    config: EngineConfig, directory: Path, pool: KVPool, plan: ParallelPlan, kernels: Kernels
+) -> CheckOptions:
+    """Which steps are checked while serving, and where those are written that differ."""
+    traces = cache_dir() / "traces" if config.trace_dir is None else Path(config.trace_dir)
+    names = {"ops": kernels.ops.name, "attention": kernels.attention.name, "graph": _backend(config).name}
+    writer = TraceWriter(traces, directory, config, plan.topology, pool, names)
+    return CheckOptions(config.shadow_rate, config.trace_steps, writer)
 
 
 def _scheduler(

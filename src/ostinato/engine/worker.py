@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence
+from ostinato.engine.shadow import CheckOptions, StepChecks
 from ostinato.graphs import (
     Backend,
     EagerStream,
@@ -55,6 +56,7 @@ class WorkerOptions:
     max_num_tokens: int
     context_length: int
     capture_on_first_use: bool
+    checks: CheckOptions = field(default_factory=CheckOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Worker:
         self.rebalancer = rebalancer
         self._counts_load = self.coordinator.world.topology.is_leader
         self.options = options
+        self.checks = StepChecks(options.checks, self.coordinator.objectors, load, self._counts_load)
         self._attention = attention
         self._eager = EagerStream()
         self._chooser = Chooser(options.max_bs, model.ops)
@@ -192,13 +195,16 @@ class Worker:
         # Another rank may need another width for the same requests: then the buffers are filled anew.
         goes_on = goes_on and held is not None and shape.key == held.key
         self._held, self._held_shape = (), None
+        checked = self.checks.due(self.decode if decodes else self.prefill, shape)
         logits = self.decode.advance() if goes_on else None
-        if logits is None:
+        if logits is None or checked:
             # Beside ranks that prefill, decode rows run as extends of one; the plan keeps the mode it was made with.
             batch = self._batch(replace(plan, mode=shape.mode))
             if not decodes:
-                return self._prefill(plan, shape, batch, prompt_logits)
-            logits = self.decode.run(shape, batch)
+                return self._prefill(plan, shape, batch, prompt_logits, checked)
+            logits = self.decode.run(shape, batch) if logits is None else logits
+            if checked:
+                logits = self.checks.again(self.decode, shape, batch, logits, self._chooser.tokens)
             self._chooser.begin([row.sequence for row in rows], [row.start for row in rows], logits)
         tokens = self._chooser.take(len(rows))
         self._held, self._held_tokens, self._held_shape = rows, tokens, shape
@@ -228,12 +234,23 @@ class Worker:
         if shape is not None:
             self._held, self._held_shape = (), None
             runner = self.decode if shape.mode is StepMode.DECODE else self.prefill
-            runner.run(shape, idle_batch(shape.mode))
+            checked = self.checks.due(runner, shape)
+            batch = idle_batch(shape.mode)
+            outputs = runner.run(shape, batch)
+            if checked:
+                self.checks.again(runner, shape, batch, outputs)
 
     def _prefill(
-        self, plan: StepPlan, shape: StepShape, batch: ForwardBatch, prompt_logits: PromptLogits
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        batch: ForwardBatch,
+        prompt_logits: PromptLogits,
+        checked: bool,
     ) -> StepResult:
         hidden = self.prefill.run(shape, batch)
+        if checked:
+            hidden = self.checks.again(self.prefill, shape, batch, hidden)
         last: list[int] = []
         sampling: list[ScheduledSequence] = []
         offset = 0
@@ -297,6 +314,7 @@ class Worker:
         """Graph accounting by kind of step, and expert load [layers][experts] (None for dense models)."""
         return {
             "graph": {"decode": self.decode.stats.as_dict(), "prefill": self.prefill.stats.as_dict()},
+            "checks": self.checks.as_dict(),
             "expert_load": self._expert_load(),
             "placement": None if self.rebalancer is None else self.rebalancer.stats(),
         }

@@ -1,7 +1,8 @@
 """Proof that pads and graphs change nothing: poison, shadow runs, replay traces.
 
-For tests and `verify`; never on the way of a step. Knows nothing of what buffers mean. Invariant: poison goes
-where `fill_from` promises to write, so a run that changes under it has read a stale row.
+For tests, `verify` and the sampled checks of a server; never on the way of other steps. Knows nothing of what
+buffers mean. Invariant: poison goes where `fill_from` promises to write, so a run that changes under it has read a
+stale row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from ostinato.graphs.registry import GraphBufferRegistry
 from ostinato.graphs.runner import GraphRunner
-from ostinato.graphs.slots import PaddingPolicy
+from ostinato.graphs.slots import FillContext, PaddingPolicy
 from ostinato.graphs.tape import tensors_of
 from ostinato.graphs.workspace import Workspace
 from ostinato.padding import StepShape
@@ -93,6 +94,15 @@ def first_difference(a: Any, b: Any, *, rows: int | None = None) -> Difference |
             gap = (x.double() - y.double()).abs().nan_to_num(math.inf)
             return Difference(i, row, float(gap.max()))
     return None
+
+
+def snapshot(registry: GraphBufferRegistry[Any], shape: StepShape) -> dict[str, torch.Tensor]:
+    """Copies of the static buffers as a step of `shape` reads them: their padded rows, by slot name."""
+    ctx = FillContext.of(shape)
+    return {
+        slot.name: slot.head(registry.buffer(slot.name), ctx.rows(slot.axis)[1]).clone()
+        for slot in registry.slots()
+    }
 
 
 def shadow_run(runner: GraphRunner[B, T], shape: StepShape, batch: B, *, rows: int) -> Difference | None:

@@ -79,6 +79,7 @@ class GraphRunner(Generic[B, T]):
         self._entries: dict[GraphKey, _Entry[T]] = {}
         self._advances: dict[GraphKey, CapturedGraph[None]] = {}
         self._served: _Served[B, T] | None = None
+        self._quarantined: set[GraphKey] = set()
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
@@ -97,7 +98,7 @@ class GraphRunner(Generic[B, T]):
         Raises CaptureError when the graph would not repeat what an eager step would do now.
         """
         entry = self._entries.get(shape.key)
-        reason = reject or shape.eager_reason or self._no_graph(entry)
+        reason = reject or shape.eager_reason or self._no_graph(entry, shape.key)
         if not reason and entry is None:
             return self._first_use(shape, batch, pp_proxy_tensors)
         ctx = FillContext.of(shape, pp_proxy_tensors)
@@ -113,6 +114,25 @@ class GraphRunner(Generic[B, T]):
             self.stats.count_step(shape, replay_s=perf_counter() - start)
             self._served = _Served(shape, view, entry.graph, self.registry.writes)
         return outputs
+
+    def again(self, shape: StepShape, batch: B) -> T:
+        """Run a step that was served already once more, eagerly and at the same width; it counts as no step."""
+        view = self._fill(shape, batch, FillContext.of(shape))
+        with torch.no_grad():
+            return self._fn(view, self._eager)
+
+    def drop(self, key: GraphKey) -> None:
+        """Forget the graph of `key`, if there is one; its next step captures anew, or runs eager."""
+        self._entries.pop(key, None)
+        self._advances.pop(key, None)
+        if self._served is not None and self._served.shape.key == key:
+            self._served = None
+
+    def quarantine(self, key: GraphKey) -> None:
+        """Steps of `key` run eager from now on: its graph is not to be trusted."""
+        self.drop(key)
+        self._quarantined.add(key)
+        self.stats.count_quarantine(key)
 
     def advance(self) -> T | None:
         """Serve the step after the last one: the same requests, each one position further.
@@ -154,7 +174,7 @@ class GraphRunner(Generic[B, T]):
         """
         ordered = sorted(shapes, key=lambda s: (s.padded_num_tokens, s.padded_bs), reverse=True)
         for done, shape in enumerate(ordered, start=1):
-            reason = shape.eager_reason or (self._no_graph(None) if not self.backend.captures else "")
+            reason = shape.eager_reason or ("" if self.backend.captures else f"backend {self.backend.name}")
             if reason:
                 raise CaptureError(f"{shape.key} cannot be captured: {reason}; leave it out of the list")
             view = self._capture(shape, make_batch(shape), self._warmup, None)
@@ -163,8 +183,10 @@ class GraphRunner(Generic[B, T]):
             if progress is not None:
                 progress(shape, done, len(ordered))
 
-    def _no_graph(self, entry: _Entry[T] | None) -> str:
+    def _no_graph(self, entry: _Entry[T] | None, key: GraphKey) -> str:
         """Why there is no graph to use, or an empty string."""
+        if key in self._quarantined:
+            return "quarantined"
         if not self.backend.captures:
             return f"backend {self.backend.name}"
         if entry is None and not self.capture_on_first_use:

@@ -7,7 +7,8 @@ reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ostinato.padding import GraphKey, StepShape
@@ -15,7 +16,10 @@ from ostinato.padding import GraphKey, StepShape
 
 @dataclass(slots=True)
 class KeyStats:
-    """One graph key. `captures` counts every capture, also those ahead of time; `advanced` is a part of `replays`."""
+    """One graph key. `captures` counts every capture, also those ahead of time; `advanced` is a part of `replays`.
+
+    checked, mismatches: replays that were run again eagerly, and those that differed. quarantined: so none replays.
+    """
 
     captures: int = 0
     replays: int = 0
@@ -23,18 +27,34 @@ class KeyStats:
     eager: int = 0
     real_rows: int = 0
     pad_rows: int = 0
+    checked: int = 0
+    mismatches: int = 0
+    quarantined: bool = False
 
 
 @dataclass(slots=True)
 class GraphStats:
-    """All keys of a runner, and the reasons why steps ran eager. `replay_s`: seconds within replays."""
+    """All keys of a runner, and the reasons why steps ran eager. `replay_s`: seconds within replays.
+
+    sizes: served steps by their real rows, the most of any data-parallel rank: what a bucket has to hold.
+    """
 
     keys: dict[GraphKey, KeyStats] = field(default_factory=dict)
     eager_reasons: dict[str, int] = field(default_factory=dict)
     replay_s: float = 0.0
+    sizes: Counter[int] = field(default_factory=Counter)
 
     def count_capture(self, key: GraphKey) -> None:
         self._of(key).captures += 1
+
+    def count_check(self, key: GraphKey, *, differs: bool) -> None:
+        """A replay of `key` was compared with an eager run of the same step."""
+        stats = self._of(key)
+        stats.checked += 1
+        stats.mismatches += differs
+
+    def count_quarantine(self, key: GraphKey) -> None:
+        self._of(key).quarantined = True
 
     def count_step(
         self,
@@ -47,6 +67,7 @@ class GraphStats:
         """One served step: replayed in `replay_s` seconds, eager for a reason, or captured while it ran."""
         stats = self._of(shape.key)
         raw = shape.raw_num_tokens
+        self.sizes[max(shape.num_tokens)] += 1
         stats.real_rows += raw
         stats.pad_rows += shape.padded_num_tokens - raw
         if replay_s is not None:
@@ -92,10 +113,24 @@ class GraphStats:
         """Graphs that cost a capture and served nothing afterwards: a mode or a key that never matches."""
         return [key for key, k in self.keys.items() if k.captures and not k.replays]
 
+    @property
+    def checked(self) -> int:
+        return sum(k.checked for k in self.keys.values())
+
+    @property
+    def mismatches(self) -> int:
+        return sum(k.mismatches for k in self.keys.values())
+
+    @property
+    def quarantined(self) -> list[GraphKey]:
+        """Graphs that are out of use because one of their replays differed from an eager run."""
+        return [key for key, k in self.keys.items() if k.quarantined]
+
     def reset(self) -> None:
         """Forget everything, captures included."""
         self.keys.clear()
         self.eager_reasons.clear()
+        self.sizes.clear()
         self.replay_s = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -109,22 +144,17 @@ class GraphStats:
             "eager_reasons": dict(self.eager_reasons),
             "real_rows": self.real_rows,
             "pad_rows": self.pad_rows,
-            "captured_never_replayed": [_spell(key) for key in self.captured_never_replayed],
-            "keys": {
-                _spell(key): {
-                    "captures": k.captures,
-                    "replays": k.replays,
-                    "advanced": k.advanced,
-                    "eager": k.eager,
-                    "real_rows": k.real_rows,
-                    "pad_rows": k.pad_rows,
-                }
-                for key, k in sorted(self.keys.items())
-            },
+            "checked": self.checked,
+            "mismatches": self.mismatches,
+            "captured_never_replayed": [spell_key(key) for key in self.captured_never_replayed],
+            "quarantined": [spell_key(key) for key in self.quarantined],
+            "sizes": {str(size): steps for size, steps in sorted(self.sizes.items())},
+            "keys": {spell_key(key): asdict(k) for key, k in sorted(self.keys.items())},
         }
 
 
-def _spell(key: GraphKey) -> str:
+def spell_key(key: GraphKey) -> str:
+    """As people read it: "decode/8", "extend/64/variant"."""
     parts = [key.kind, str(key.size)]
     if key.stream_index:
         parts.append(f"stream{key.stream_index}")

@@ -1,0 +1,189 @@
+"""Live checks: a sampled step that a graph served is run again, eagerly, in the same buffers, and compared bit for bit.
+
+    step served by a graph ─▶ its real rows kept ─▶ the same step from the host, eager ─▶ compared ─▶ eager's are served
+
+Which steps is a function of their number, so ranks that step together check the same ones and stay together; they tell
+each other what they found. Knows nothing of requests. Invariant: what a checked step gives out is the eager result, and
+a graph that differed once, on any rank, serves nothing any more, on none of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ostinato.engine.batch import ForwardBatch
+from ostinato.graphs import GraphRunner
+from ostinato.graphs.audit import Difference, first_difference, snapshot
+from ostinato.graphs.stats import spell_key
+from ostinato.moe.load import ExpertLoad
+from ostinato.ops.choice import uniform
+from ostinato.padding import StepShape
+
+_SEED = 0x05714A70
+
+Runner = GraphRunner[ForwardBatch, torch.Tensor]
+Named = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """All that is known of a step that ran twice. Tensors are copies, of real rows only but for the inputs.
+
+    seen, expected: outputs of the graph and of the eager run, by name. read, filled: the static buffers [padded rows]
+    that each of them read.
+    """
+
+    number: int
+    shape: StepShape
+    batch: ForwardBatch
+    seen: Named
+    expected: Named
+    read: Named
+    filled: Named
+    difference: Difference | None
+
+
+class Recorder(Protocol):
+    """Writes a step down; the file, or None when there is no room for it."""
+
+    def __call__(self, step: CheckedStep) -> Path | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """rate: share of the steps to check. trace_steps: how many to write down from the first on, whatever they give.
+
+    record: how a step is written down, None for not at all.
+    """
+
+    rate: float = 0.0
+    trace_steps: int = 0
+    record: Recorder | None = None
+
+
+class StepChecks:
+    """`due` for every step, then `again` for those that are.
+
+    agree: (this rank's step differs) -> the ranks where it does, of all that took it together.
+    """
+
+    def __init__(
+        self,
+        options: CheckOptions,
+        agree: Callable[[bool], tuple[int, ...]],
+        load: ExpertLoad | None,
+        counts_load: bool,
+    ) -> None:
+        self.options = options
+        self.steps = 0
+        self.traces: list[str] = []
+        self._on = options.rate > 0 or options.trace_steps > 0
+        self._to_record = options.trace_steps
+        self._agree = agree
+        self._load = load if counts_load else None
+
+    def due(self, runner: Runner, shape: StepShape) -> bool:
+        """Count a step that is about to run; whether a graph will serve it, and it is to be checked."""
+        if not self._on:
+            return False
+        self.steps += 1
+        sampled = self._to_record > 0 or uniform(_SEED, self.steps) < self.options.rate
+        return sampled and not shape.eager_reason and shape.key in runner.captured
+
+    def again(
+        self,
+        runner: Runner,
+        shape: StepShape,
+        batch: ForwardBatch,
+        outputs: torch.Tensor,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the step that has just given `outputs` [padded rows, …] and chosen `tokens` [at least as many] again.
+
+        The eager outputs, which are also what `tokens` follow from afterwards. `batch`: the step as the host knows it.
+        """
+        rows = shape.raw_num_tokens
+        seen, read = _real(outputs, tokens, rows), snapshot(runner.registry, shape)
+        if self._load is not None:
+            self._load.set_live(False)
+        outputs = runner.again(shape, batch)
+        if self._load is not None:
+            self._load.set_live(True)
+        expected, filled = _real(outputs, tokens, rows), snapshot(runner.registry, shape)
+        found = first_difference(list(seen.values()), list(expected.values()))
+        step = CheckedStep(self.steps, shape, batch, seen, expected, read, filled, found)
+        wrong = self._agree(found is not None)
+        runner.stats.count_check(shape.key, differs=bool(wrong))
+        recorded = self._record(step) if found is not None or self._to_record > 0 else "not here"
+        self._to_record = max(self._to_record - 1, 0)
+        if wrong:
+            runner.quarantine(shape.key)
+            if found is not None:
+                _tell(step, wrong, recorded)
+        return outputs
+
+    def _record(self, step: CheckedStep) -> str:
+        if self.options.record is None:
+            return "none"
+        try:
+            path = self.options.record(step)
+        except OSError as error:  # a full disk must end no request
+            return f"none ({error.strerror})"
+        if path is None:
+            return "none (the directory holds as many as it may)"
+        self.traces.append(str(path))
+        return str(path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `stats()`."""
+        return {"rate": self.options.rate, "steps": self.steps, "traces": list(self.traces)}
+
+
+def _real(outputs: torch.Tensor, tokens: torch.Tensor | None, rows: int) -> Named:
+    named = {"outputs": outputs[:rows].clone()}
+    if tokens is not None:
+        named["tokens"] = tokens[:rows].clone()
+    return named
+
+
+def differing_inputs(step: CheckedStep) -> list[str]:
+    """Which static inputs of the graph's run were not what the host knows of the step, in real rows, for people."""
+    found = []
+    for name, filled in step.filled.items():
+        batch_rows = getattr(step.batch, name, None)
+        if not isinstance(batch_rows, torch.Tensor):
+            continue
+        rows = batch_rows.shape[0]
+        difference = first_difference(step.read[name][:rows], filled[:rows])
+        if difference is not None:
+            row = difference.row
+            read, should = step.read[name][row].tolist(), filled[row].tolist()
+            found.append(f"{name}[{row}] was {read}, the host says {should}")
+    return found
+
+
+def where(step: CheckedStep) -> str:
+    """What differs first, for people."""
+    if step.difference is None:
+        return "nothing differs"
+    name, row = list(step.seen)[step.difference.tensor], step.difference.row
+    return f"{name} differ from row {row} on, by {step.difference.max_abs:g} at most"
+
+
+def _tell(step: CheckedStep, wrong: tuple[int, ...], recorded: str) -> None:
+    shape, kind = step.shape, "prefill" if step.shape.mode.is_extend else "decode"
+    ranks = f" (on rank {', '.join(map(str, wrong))})" if len(shape.num_tokens) > 1 or wrong != (0,) else ""
+    inputs = differing_inputs(step)
+    print(
+        f"ostinato: step {step.number}, a {kind} of {shape.raw_num_tokens} rows in bucket {spell_key(shape.key)}: "
+        f"graph and eager run differ{ranks}: {'; '.join([where(step), *inputs])}. The eager result was served, and "
+        f"the bucket runs eagerly from now on. Replay trace: {recorded}",
+        file=sys.stderr,
+        flush=True,
+    )
