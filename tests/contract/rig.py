@@ -219,6 +219,9 @@ class Rig:
             return
         poison_registry(runner.registry, poison)
         poison_workspace(self.model.workspace, poison)
+        if not isinstance(self.model.embedding, torch.Tensor):
+            yield  # held once with the head, whose logits are everybody's
+            return
         pad_row = self.model.embedding[0]
         saved = pad_row.clone()
         poison.into(pad_row)

@@ -73,6 +73,29 @@ def test_rows_by_index(dtype: torch.dtype) -> None:
     assert not wide[:, 10:].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 7, 64])
+def test_rows_of_packed_weights(dtype: torch.dtype, columns: int) -> None:
+    """Of whole panels and of the last, partly filled one; of an even and an odd number of values."""
+    ops = opset(PORTABLE)
+    table = draw(75, columns).to(dtype)
+    ids = torch.tensor([0, 31, 32, 63, 64, 74, 40, -5, 99])
+    wide = torch.full((9, columns + 5), 3.0, dtype=dtype)
+    ops.embedding(ids, ops.pack_linear(table, out_dtype=torch.float32), wide[:, 2 : columns + 2])
+    assert torch.equal(wide[:, 2 : columns + 2], table[ids.clamp(0, 74)])
+    assert (wide[:, :2] == 3).all()
+    assert (wide[:, columns + 2 :] == 3).all()
+
+
+def test_rows_of_packed_weights_must_fit() -> None:
+    ops = opset(PORTABLE)
+    packed = ops.pack_linear(torch.zeros(8, 6))
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.embedding(torch.tensor([1]), packed, torch.empty(1, 5))
+    with pytest.raises(ValueError, match="ids must be"):
+        ops.embedding(torch.tensor([1, 2]), packed, torch.empty(1, 6))
+
+
 def test_elementwise_refuses_what_does_not_fit() -> None:
     ops, x = opset(PORTABLE), torch.zeros(3, 8)
     with pytest.raises(ValueError, match="y must be"):

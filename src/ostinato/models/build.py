@@ -28,7 +28,7 @@ from ostinato.moe.dispatch import Dispatcher
 from ostinato.moe.layer import MoELayer, SharedExpert, reserve_moe_buffers
 from ostinato.moe.routing import Consumers
 from ostinato.moe.topk import TopKConfig
-from ostinato.ops.opset import OpSet, PackedExperts, PackedLinear
+from ostinato.ops.opset import EmbeddingTable, OpSet, PackedExperts, PackedLinear
 from ostinato.padding import PadContract, check_pad_contracts
 from ostinato.parallel.columns import ColumnGather
 
@@ -130,7 +130,7 @@ class _Builder:
 
     def model(self) -> CausalLM:
         config, names = self.config, self.config.family.names
-        embedding = self._take(names.embedding, config.vocab_size, config.hidden_size)
+        embedding, head = self._embedding_and_head()
         layers = tuple(self._layer(i, spec) for i, spec in enumerate(config.layers))
         return CausalLM(
             config=config,
@@ -140,7 +140,7 @@ class _Builder:
             embedding=embedding,
             layers=layers,
             final_norm=self._norm(names.final_norm),
-            head=self._head(embedding),
+            head=head,
             head_columns=self.columns if self._splits_head() else None,
         )
 
@@ -154,11 +154,20 @@ class _Builder:
         """One tensor as a weight, read when it is packed."""
         return StoredWeight(self.source, shape, self.config.dtype, (Part(name, shape),))
 
-    def _head(self, embedding: torch.Tensor) -> PackedLinear:
-        """Tied when the config says so, unless the file has a head of its own."""
-        config, name = self.config, self.config.family.names.head
-        tied = config.tie_word_embeddings and not self.source.has(f"{name}.weight")
-        weight = embedding if tied else self._stored(f"{name}.weight", *embedding.shape)
+    def _embedding_and_head(self) -> tuple[EmbeddingTable, PackedLinear]:
+        """Tied when the config says so, unless the file has a head of its own; then held once where that can be."""
+        config, names = self.config, self.config.family.names
+        shape = config.vocab_size, config.hidden_size
+        own_head = not config.tie_word_embeddings or self.source.has(f"{names.head}.weight")
+        if not own_head and self.ops.embeds_packed and not self._splits_head():
+            head = self._head(self._stored(names.embedding, *shape))
+            return head, head
+        embedding = self._take(names.embedding, *shape)
+        return embedding, self._head(self._stored(f"{names.head}.weight", *shape) if own_head else embedding)
+
+    def _head(self, weight: StoredWeight | torch.Tensor) -> PackedLinear:
+        config = self.config
+        name = config.family.names.head
         bias = self._take(f"{name}.bias", config.vocab_size) if config.head_bias else None
         if self._splits_head():
             rows = Cut((self.share.span("vocab", config.vocab_size),))

@@ -17,7 +17,7 @@ from ostinato.graphs.stream import Stream
 from ostinato.graphs.workspace import Workspace
 from ostinato.models.config import ModelConfig
 from ostinato.models.parts import Attention, DecoderView, FeedForward, Norm
-from ostinato.ops.opset import OpSet, PackedLinear
+from ostinato.ops.opset import EmbeddingTable, OpSet, PackedLinear
 from ostinato.parallel.columns import ColumnGather
 
 
@@ -39,7 +39,7 @@ class CausalLM:
     ops: OpSet
     workspace: Workspace
     attention: AttentionBackend
-    embedding: torch.Tensor
+    embedding: EmbeddingTable
     layers: tuple[DecoderLayer, ...]
     final_norm: Norm
     head: PackedLinear

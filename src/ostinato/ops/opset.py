@@ -64,6 +64,9 @@ class PackedLinear(Protocol):
     def out_features(self) -> int: ...
 
 
+EmbeddingTable = torch.Tensor | PackedLinear
+
+
 class PackedExperts(Protocol):
     """Weights of all experts of one layer (gate and up fused, and down) in the op set's own layout."""
 
@@ -134,6 +137,9 @@ class OpSet(Protocol):
     def name(self) -> str: ...
 
     @property
+    def embeds_packed(self) -> bool: ...
+
+    @property
     def pad_contracts(self) -> Mapping[str, PadContract]:
         """Contracts of the kernels that consume routing, by kernel name; the others are row local."""
         ...
@@ -160,8 +166,11 @@ class OpSet(Protocol):
         """A kernel that has the bits of `moe.routing` for this rule, or None: route by torch ops."""
         ...
 
-    def embedding(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-        """out[t] = table[ids[t]]; ids int64 [T], clamped into the table [V, H]; out [T, H]."""
+    def embedding(self, ids: torch.Tensor, table: EmbeddingTable, out: torch.Tensor) -> None:
+        """out[t] = table[ids[t]]; ids int64 [T], clamped into the table [V, H]; out [T, H].
+
+        Where `embeds_packed`, the table may be a packed linear layer: the weights of a tied head are held once.
+        """
         ...
 
     def rms_norm(

@@ -17,6 +17,7 @@ from torch.nn.functional import layer_norm
 from ostinato.ops.choice import choose, uniform
 from ostinato.ops.exact import sigmoid, silu
 from ostinato.ops.opset import (
+    EmbeddingTable,
     PackedExperts,
     PackedLinear,
     RoutingKernel,
@@ -122,6 +123,10 @@ class ReferenceOps:
         return "reference"
 
     @property
+    def embeds_packed(self) -> bool:
+        return False  # its heads are fp32 whatever the table is
+
+    @property
     def pad_contracts(self) -> Mapping[str, PadContract]:
         contract = PadContract("reference.moe_experts", accepts_sentinel=True, writes_zeros=True)
         return MappingProxyType({"moe_experts": contract})
@@ -143,7 +148,8 @@ class ReferenceOps:
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         return None  # `moe.routing` itself is the reference
 
-    def embedding(self, ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    def embedding(self, ids: torch.Tensor, table: EmbeddingTable, out: torch.Tensor) -> None:
+        assert isinstance(table, torch.Tensor), "a table packed by another op set"
         torch.index_select(table, 0, ids.clamp(0, table.shape[0] - 1), out=out)
 
     def rms_norm(

@@ -11,7 +11,9 @@ import torch
 from ostinato.ops.cpu import rows as field
 from ostinato.ops.cpu.elementwise_ir import ELEMENTWISE_FUNCTIONS
 from ostinato.ops.cpu.launch import Runtime
+from ostinato.ops.cpu.linear import LinearWeights
 from ostinato.ops.cpu.row_ops import RowKernel, RowLibraries, Rows, fp32_bits
+from ostinato.ops.opset import EmbeddingTable
 
 
 class ElementwiseOps:
@@ -89,8 +91,28 @@ def _gather_rows(x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> Rows
     return Rows("copy_rows", torch.float32, fields)
 
 
-def _embedding(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> Rows:
-    return _gather_rows(table, ids, out)
+def _embedding(ids: torch.Tensor, table: EmbeddingTable, out: torch.Tensor) -> Rows:
+    if isinstance(table, torch.Tensor):
+        return _gather_rows(table, ids, out)
+    assert isinstance(table, LinearWeights), "weights packed by another op set"
+    panels = table.panels
+    if ids.dtype != torch.int64 or ids.shape != out.shape[:1] or not ids.is_contiguous():
+        raise ValueError(f"ids must be contiguous int64 [{out.shape[0]}], got {tuple(ids.shape)} {ids.dtype}")
+    if out.shape[1:] != (panels.columns,) or out.dtype != panels.dtype:
+        raise ValueError(
+            f"packed rows of {panels.columns} {panels.dtype} do not fit into {tuple(out.shape)} {out.dtype}"
+        )
+    fields = {
+        **_matrix("out", out, None, field.OUT, field.OUT_STRIDE),
+        **_size(out),
+        field.X: panels.words.data_ptr(),
+        field.Y_STRIDE: panels.panel_bytes,
+        field.DIM: panels.whole_steps,
+        field.HALF: panels.odd_step,
+        field.POSITIONS: ids.data_ptr(),
+        field.TABLE_ROWS: panels.rows,
+    }
+    return Rows("copy_panel_rows", torch.float32, fields)
 
 
 def _combine_slots(

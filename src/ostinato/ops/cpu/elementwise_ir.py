@@ -15,6 +15,7 @@ from ostinato.ops.cpu import rows as field
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.norm_ir import Fields, Vector
+from ostinato.ops.cpu.tiles import PANEL
 from ostinato.ops.cpu.vector_ir import F32, I1, I64, POINTER, VF, Lanes, Value
 
 _LOG2_E = 1.4426950408889634
@@ -79,16 +80,40 @@ def _clamp(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector)
     vector.each(visit)
 
 
-def _copy_rows(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
-    """out[row] = x[index[row]], DIM bytes; indices are clamped into the TABLE_ROWS rows of x."""
+def _table_row(lanes: Lanes, fields: Fields, row: Value) -> Value:
+    """index[row], clamped into the TABLE_ROWS rows of x."""
     b = lanes.b
     most = lanes.at(fields[field.TABLE_ROWS], -1)
     index = lanes.load(lanes.at(fields[field.POSITIONS], lanes.times(row, 8)), I64, 8)
     index = b.select(b.icmp_signed(">", index, most), most, index)
-    index = b.select(b.icmp_signed("<", index, lanes.i64(0)), lanes.i64(0), index)
+    return b.select(b.icmp_signed("<", index, lanes.i64(0)), lanes.i64(0), index)
+
+
+def _copy_rows(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out[row] = x[index[row]], DIM bytes; indices are clamped into the TABLE_ROWS rows of x."""
+    b, index = lanes.b, _table_row(lanes, fields, row)
     places = (fields.row(field.OUT, field.OUT_STRIDE, row), fields.row(field.X, field.X_STRIDE, index))
     target, source = (b.inttoptr(place, POINTER) for place in places)
     lanes.call("llvm.memcpy.p0.p0.i64", ir.VoidType(), target, source, fields[field.DIM], ir.Constant(I1, 0))
+
+
+def _copy_panel_rows(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out[row] = row index[row] of packed weights at X, panels Y_STRIDE bytes apart: DIM whole words, HALF odd values.
+
+    A panel holds a word of each of its PANEL rows, then the next word of each: a row's words lie far apart.
+    """
+    b, index = lanes.b, _table_row(lanes, fields, row)
+    panel, place = (op(index, lanes.i64(PANEL)) for op in (b.sdiv, b.srem))
+    source = lanes.at(fields[field.X], b.mul(panel, fields[field.Y_STRIDE]))
+    source = lanes.at(source, lanes.times(place, 4))
+    out = fields.row(field.OUT, field.OUT_STRIDE, row)
+
+    def copy(word: Value, bits: ir.Type) -> None:
+        value = lanes.load(lanes.at(source, lanes.times(word, 4 * PANEL)), bits, 2)
+        lanes.store(value, lanes.at(out, lanes.times(word, 4)), 2)
+
+    lanes.each(fields[field.DIM], lambda word: copy(word, ir.IntType(32)))
+    lanes.each(fields[field.HALF], lambda word: copy(b.add(fields[field.DIM], word), ir.IntType(16)))
 
 
 def _combine_slots(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
@@ -135,6 +160,7 @@ ELEMENTWISE_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
             ("sigmoid_gated_add", _sigmoid_gated_add),
             ("clamp", _clamp),
             ("copy_rows", _copy_rows),
+            ("copy_panel_rows", _copy_panel_rows),
             ("combine_slots", _combine_slots),
         )
     }

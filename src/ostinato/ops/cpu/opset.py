@@ -71,6 +71,10 @@ class NumbaOps:
         return f"numba.{self.runtime.isa.name}{suffix}"
 
     @property
+    def embeds_packed(self) -> bool:
+        return True  # the head is never quantised
+
+    @property
     def pad_contracts(self) -> Mapping[str, PadContract]:
         contract = PadContract(
             f"{self.name}.moe_experts", accepts_sentinel=True, honours_count=True, writes_zeros=True
