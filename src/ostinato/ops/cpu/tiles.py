@@ -118,7 +118,7 @@ class TileEmitter:
         lanes = self.lanes
         asked = lanes.at(ahead, lanes.b.mul(k, stride))
         for line in range(0, STEP_BYTES, 64):
-            lanes.prefetch(lanes.at(asked, line))
+            lanes.prefetch(lanes.at(asked, line), nearest=len(addresses) > 1)
         offset = lanes.times(k, 4)
         at = lanes.at(panel, lanes.times(k, STEP_BYTES))
         return self._add(at, lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums)
