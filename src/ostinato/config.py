@@ -22,6 +22,7 @@ from ostinato.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPHS = ("auto", "eager", "tape", "cuda")
+PREFILL_GRAPHS = ("auto", "full", "breakable", "eager")
 CAPTURES = ("lazy", "startup")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "numba", "reference")
@@ -97,6 +98,12 @@ class EngineConfig:
     enable_prefix_caching: bool = _option(True, "Reuse the KV of prefixes seen before")
 
     graph: str = _option("auto", "How steps run: eager, captured tape (CPU), CUDA graphs", choices=GRAPHS)
+    prefill_graph: str = _option(
+        "auto", "What is captured of prefill steps: all, or segments around attention", choices=PREFILL_GRAPHS
+    )
+    prefill_request_slots: int | None = _option(
+        None, "Requests that a full prefill graph holds; by the attention when left out", minimum=1
+    )
     capture: str = _option("lazy", "Capture buckets when first met, or all at startup", choices=CAPTURES)
     decode_buckets: tuple[int, ...] | None = _option(None, "Decode batch sizes to capture, like 1,2,4,8")
     prefill_buckets: tuple[int, ...] | None = _option(None, "Prefill token counts to capture, like 64,256")
@@ -287,6 +294,12 @@ _COMBINATIONS: tuple[_Refused, ...] = (
     (
         lambda c: c.graph == "cuda" and c.device == "cpu",
         lambda c: "graph 'cuda' needs a GPU, device is 'cpu'; use graph 'tape' or device 'cuda'",
+    ),
+    (
+        lambda c: c.graph == "eager" and c.prefill_graph in ("full", "breakable"),
+        lambda c: (
+            f"graph 'eager' captures nothing, prefill_graph is {c.prefill_graph!r}; leave one of them out"
+        ),
     ),
     (
         lambda c: c.quantization is not None and c.kernels == "reference",

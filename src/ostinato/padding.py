@@ -211,6 +211,11 @@ def decide_shape(
     )
 
 
+def extend_reject(mode: StepMode, num_tokens: int, bs: int, rules: ShapeRules) -> str:
+    """Why no extend graph holds these rows of one rank, by the rules of `decide_shape`; empty when one does."""
+    return _bucket(mode, [num_tokens], bs, rules, gather=False)[1]
+
+
 def gathered_rows(shape: StepShape, rules: ShapeRules) -> DpCounts:
     """Rows of every data-parallel rank in a step that gathers them, by what `decide_shape` decided for one of them.
 

@@ -4,7 +4,20 @@ Knows nothing of weights or schedulers. Invariant: keys and values are always re
 come out as zeros and write to no live page.
 """
 
-from ostinato.attention.backend import AttentionBackend, AttentionLayer, AttentionView, KVCache
+from ostinato.attention.backend import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionView,
+    CaptureLimits,
+    KVCache,
+)
 from ostinato.attention.reference import ReferenceAttention
 
-__all__ = ["AttentionBackend", "AttentionLayer", "AttentionView", "KVCache", "ReferenceAttention"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionLayer",
+    "AttentionView",
+    "CaptureLimits",
+    "KVCache",
+    "ReferenceAttention",
+]

@@ -31,6 +31,21 @@ class AttentionLayer:
     attention_chunk_size: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureLimits:
+    """What a captured prefill can hold of a backend's attention; the default: everything, the plan is read at replay.
+
+    request_slots: it launches work for each request slot, used or not, so there should be few.
+    max_context: longest KV of a request in it; None for any.
+    prefix_chunks: it does fixed work over the cached prefix, in so many chunks of `max_num_tokens // slots` keys for
+        each request, so that there must be a graph for each of these numbers; `StepShape.variant` says which.
+    """
+
+    request_slots: bool = False
+    max_context: int | None = None
+    prefix_chunks: tuple[int, ...] = ()
+
+
 class KVCache(Protocol):
     """The KV pool on the device, as attention sees it. Slot = page * page_size + offset; page 0 is trash."""
 
@@ -90,6 +105,11 @@ class AttentionBackend(Protocol):
 
     def can_capture(self, mode: StepMode) -> bool:
         """Whether `forward` may be captured for steps of this mode."""
+        ...
+
+    @property
+    def capture_limits(self) -> CaptureLimits:
+        """What captured prefills, attention inside, cannot do; only where `can_capture` allows them."""
         ...
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

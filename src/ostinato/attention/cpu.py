@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ostinato.attention.backend import AttentionLayer, AttentionView, KVCache
+from ostinato.attention.backend import AttentionLayer, AttentionView, CaptureLimits, KVCache
 from ostinato.errors import ConfigError
 from ostinato.graphs.stream import Stream
 from ostinato.ops.cpu import paged_attention as field
@@ -78,6 +78,10 @@ class CpuAttention:
 
     def can_capture(self, mode: StepMode) -> bool:
         return True
+
+    @property
+    def capture_limits(self) -> CaptureLimits:
+        return CaptureLimits()
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         # Rows of the plan: first query row, query rows, KV length, row of the page table; a column a request.

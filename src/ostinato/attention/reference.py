@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from ostinato.attention.backend import AttentionLayer, AttentionView, KVCache
+from ostinato.attention.backend import AttentionLayer, AttentionView, CaptureLimits, KVCache
 from ostinato.graphs.stream import Stream
 from ostinato.padding import PadContract, StepMode, StepShape, align_up
 
@@ -45,6 +45,10 @@ class ReferenceAttention:
 
     def can_capture(self, mode: StepMode) -> bool:
         return True
+
+    @property
+    def capture_limits(self) -> CaptureLimits:
+        return CaptureLimits()
 
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._requests = torch.zeros(4, max_bs, dtype=torch.int64)

@@ -158,14 +158,19 @@ def idle_batch(mode: StepMode = StepMode.IDLE) -> ForwardBatch:
 
 
 def capture_shapes(
-    mode: StepMode, rules: ShapeRules, *, context_len: int, dp_size: int = 1
+    mode: StepMode,
+    rules: ShapeRules,
+    *,
+    context_len: int,
+    dp_size: int = 1,
+    variants: Sequence[str] = ("",),
 ) -> list[StepShape]:
-    """One full shape for each bucket of `rules` that can be captured ahead of time, all rows real."""
+    """One full shape for each bucket of `rules` and variant that can be captured ahead of time, all rows real."""
     shapes = []
     for size in (rules.extend if mode.is_extend else rules.decode).sizes:
         tokens = size if mode.is_extend else size * rules.tokens_per_request
         bs = -(-size // context_len) if mode.is_extend else size
-        shapes.append(decide_shape(mode, [tokens] * dp_size, bs, rules))
+        shapes += [decide_shape(mode, [tokens] * dp_size, bs, rules, variant=variant) for variant in variants]
     return [shape for shape in shapes if not shape.eager_reason]
 
 

@@ -13,11 +13,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ostinato.engine.prefill_graph import (
+    ExtendFacts,
+    PrefillAbility,
+    PrefillGraph,
+    can_replay_locally,
+    prefix_variant,
+)
 from ostinato.engine.scheduler import StepPlan
 from ostinato.moe.pairs import StepWidths
 from ostinato.padding import ShapeRules, StepMode, StepShape, decide_shape, gathered_rows
 from ostinato.parallel.rendezvous import World
 from ostinato.parallel.step_sync import StepSync, StepVote
+
+_FULL = PrefillAbility(PrefillGraph.FULL)
 
 
 def _nothing() -> None:
@@ -39,7 +48,7 @@ class Turn:
 class Coordinator:
     """Decides steps. `depends`: experts are spread over ranks, so that all must take part in each other's steps.
 
-    before_step: called on all of them before each step that they take together.
+    before_step: called on all of them before each step that they take together. prefill: what prefill graphs can do.
     """
 
     world: World
@@ -48,6 +57,7 @@ class Coordinator:
     sync: StepSync
     depends: bool
     before_step: Callable[[], None] = _nothing
+    prefill: PrefillAbility = _FULL
     turn: Turn = field(default_factory=Turn)
 
     @classmethod
@@ -59,16 +69,19 @@ class Coordinator:
         *,
         depends: bool,
         before_step: Callable[[], None] | None = None,
+        prefill: PrefillAbility = _FULL,
     ) -> Coordinator:
         sync = StepSync(world.topology, world.world)
-        return cls(world, rules, widths, sync, depends, before_step or _nothing)
+        return cls(world, rules, widths, sync, depends, before_step or _nothing, prefill)
 
     def decide(self, plan: StepPlan | None) -> StepShape | None:
         """The shape to run `plan` in; None when no rank has anything to run. Sets the widths that dispatch goes by."""
         topology = self.world.topology
         bs = 0 if plan is None else len(plan.rows)
+        facts = None if plan is None else ExtendFacts.of_plan(plan)
+        against = "" if facts is None else can_replay_locally(facts, self.rules, self.prefill)
         if self.depends:
-            step = self.sync.gather(self._vote(plan))
+            step = self.sync.gather(self._vote(plan, prefill_graph=not against))
             self.turn.decode = step.decode_next and topology.dp > 1  # one group alone takes turns by itself
             if step.idle:
                 return None
@@ -79,7 +92,12 @@ class Coordinator:
             return None
         else:
             mode, counts, reject, rank = plan.mode, (plan.num_tokens,), "", 0
-        return self.settle(mode, counts, bs, reject=reject, dp_rank=rank)
+        variant = ""
+        if mode.is_extend:
+            # The own reason says more than that this rank voted against; both mean the same step for all ranks.
+            reject = against or reject
+            variant = "" if facts is None else prefix_variant(facts, self.prefill)
+        return self.settle(mode, counts, bs, reject=reject, dp_rank=rank, variant=variant)
 
     def settle(
         self,
@@ -89,11 +107,12 @@ class Coordinator:
         *,
         reject: str = "",
         dp_rank: int = 0,
+        variant: str = "",
         rules: ShapeRules | None = None,
     ) -> StepShape:
         """The shape of a step about which all ranks know everything; rules: instead of the own, on all of them."""
         rules = rules or self.rules
-        shape = decide_shape(mode, counts, bs, rules, dp_rank=dp_rank, reject=reject)
+        shape = decide_shape(mode, counts, bs, rules, dp_rank=dp_rank, variant=variant, reject=reject)
         if self.world.topology.tp > 1:
             self.widths.rows = gathered_rows(shape, rules).padded
         return shape
@@ -134,13 +153,9 @@ class Coordinator:
         self.widths.rows = (rows,) * self.world.topology.dp
         return self.widths.rows
 
-    def _vote(self, plan: StepPlan | None) -> StepVote:
+    def _vote(self, plan: StepPlan | None, *, prefill_graph: bool) -> StepVote:
         """What only this rank knows of a step is said here, so that `decide_shape` finds the same on all ranks."""
         if plan is None:
             return StepVote()
-        most = self.rules.max_extend_bs
-        fits = most is None or len(plan.rows) <= most
-        eager = plan.mode is StepMode.MIXED and self.rules.mixed_eager
         logits = sum(row.samples for row in plan.rows)
-        graph = fits and not eager
-        return StepVote(plan.mode, plan.num_tokens, logits, prefill_graph=graph, held=plan.held)
+        return StepVote(plan.mode, plan.num_tokens, logits, prefill_graph=prefill_graph, held=plan.held)

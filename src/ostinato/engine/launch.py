@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ostinato.attention.backend import AttentionBackend
 from ostinato.config import EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.kernels import Kernels, choose_kernels
@@ -23,6 +24,7 @@ from ostinato.engine.prefill_delayer import (
     PassExecutor,
     PrefillDelayer,
 )
+from ostinato.engine.prefill_graph import PrefillAbility, choose_prefill_graph, prefill_slots
 from ostinato.engine.progress import Report
 from ostinato.engine.residency import Residency
 from ostinato.engine.scheduler import PrefillNegotiation, Scheduler, SchedulerOptions, StepPlan
@@ -30,7 +32,14 @@ from ostinato.engine.shadow import CheckOptions
 from ostinato.engine.trace import TraceWriter
 from ostinato.engine.worker import Worker, WorkerOptions
 from ostinato.errors import ConfigError
-from ostinato.graphs import Backend, EagerBackend, TapeBackend, decode_buckets, prefill_buckets
+from ostinato.graphs import (
+    Backend,
+    EagerBackend,
+    SegmentBackend,
+    TapeBackend,
+    decode_buckets,
+    prefill_buckets,
+)
 from ostinato.kv.pages import PageAllocator
 from ostinato.kv.pool import KVLayout, KVPool
 from ostinato.kv.radix import RadixCache
@@ -196,11 +205,10 @@ def _worker(
             f"dispatch {config.dispatch!r} shares rows out over attn_tp {shares}, max_running_requests {sizes.max_bs} "
             f"/ {shares} = {sizes.max_bs / shares:g}; use {align_up(sizes.max_bs, shares)}"
         )
-    rules = replace(
-        shape_rules(config, sizes, shares),
-        decode_gather=depends,
-        extend_gather=depends,
-    )
+    backend = _backend(config)
+    ability, slots = _prefill_graphs(config, attention, backend, sizes, plan)
+    rules = shape_rules(config, sizes, shares)
+    rules = replace(rules, max_extend_bs=slots, decode_gather=depends, extend_gather=depends)
     rebalancer = None
     if load is not None and moe is not None and plan.layers:
         placed = placed_layers(model, plan)
@@ -212,8 +220,22 @@ def _worker(
         # One rank alone asks nobody; only its steps are counted, where experts are placed by them.
         depends=moe is not None and (plan.topology.tp > 1 or rebalancer is not None),
         before_step=None if rebalancer is None else rebalancer.tick,
+        prefill=ability,
     )
-    return Worker(model, attention, pool, _backend(config), rules, options, load, coordinator, rebalancer)
+    return Worker(model, attention, pool, backend, rules, options, load, coordinator, rebalancer)
+
+
+def _prefill_graphs(
+    config: EngineConfig, attention: AttentionBackend, backend: Backend, sizes: Sizes, plan: ParallelPlan
+) -> tuple[PrefillAbility, int]:
+    """What prefill graphs can do, and the requests that one holds at most."""
+    mode = choose_prefill_graph(
+        config.prefill_graph, attention, backend, "cpu", dp_attention=plan.topology.dp > 1
+    )
+    slots = prefill_slots(
+        config.prefill_request_slots, mode, attention.capture_limits, sizes.max_bs, config.max_prefill_tokens
+    )
+    return PrefillAbility.of(mode, attention, sizes.max_num_tokens, slots), slots
 
 
 def _checks(
@@ -301,7 +323,7 @@ def shape_rules(config: EngineConfig, sizes: Sizes, attn_tp_size: int = 1) -> Sh
     return ShapeRules(decode, prefill, max_extend_bs=sizes.max_bs, attn_tp_size=attn_tp_size)
 
 
-def _backend(config: EngineConfig) -> Backend:
+def _backend(config: EngineConfig) -> SegmentBackend | EagerBackend:
     if config.graph == "eager":
         return EagerBackend()
     return TapeBackend()

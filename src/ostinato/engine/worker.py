@@ -27,6 +27,7 @@ from ostinato.engine.batch import (
 )
 from ostinato.engine.chooser import Chooser
 from ostinato.engine.coordinator import Coordinator
+from ostinato.engine.prefill_graph import ExtendFacts, PrefillGraph, can_replay_locally, prefill_backend
 from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
@@ -34,9 +35,12 @@ from ostinato.engine.sequence import Sequence
 from ostinato.engine.shadow import CheckOptions, StepChecks
 from ostinato.graphs import (
     Backend,
+    EagerBackend,
     EagerStream,
     GraphBufferRegistry,
     GraphRunner,
+    LiveStep,
+    SegmentBackend,
     Stream,
 )
 from ostinato.kv.pool import KVPool
@@ -84,7 +88,7 @@ class Worker:
         model: CausalLM,
         attention: AttentionBackend,
         pool: KVPool,
-        backend: Backend,
+        backend: SegmentBackend | EagerBackend,
         rules: ShapeRules,
         options: WorkerOptions,
         load: ExpertLoad | None,
@@ -117,7 +121,10 @@ class Worker:
         prefill = build_prefill_registry(*sizes, registry_options)
         attention.init_graph_state(*sizes)
         self.decode = self._runner(self._decode_step, decode, backend)
-        self.prefill = self._runner(self._prefill_step, prefill, backend)
+        ability, live = self.coordinator.prefill, LiveStep()
+        over = prefill_backend(ability.mode, backend, live)
+        broken = ability.mode is PrefillGraph.BREAKABLE
+        self.prefill = self._runner(self._prefill_step, prefill, over, live if broken else None)
         if load is not None:
             load.set_live(self._counts_load)
 
@@ -126,6 +133,7 @@ class Worker:
         fn: Callable[[ForwardBatch, Stream], torch.Tensor],
         registry: GraphBufferRegistry[ForwardBatch],
         backend: Backend,
+        live: LiveStep | None = None,
     ) -> GraphRunner[ForwardBatch, torch.Tensor]:
         return GraphRunner(
             fn,
@@ -133,6 +141,7 @@ class Worker:
             backend=backend,
             prepare=self._attention.plan,
             capture_on_first_use=self.options.capture_on_first_use,
+            live=live,
         )
 
     def _decode_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
@@ -172,8 +181,14 @@ class Worker:
         """Capture every bucket now, the largest first. Dummy steps count in no statistics."""
         if self.load is not None:
             self.load.set_live(False)
+        prefill = self.coordinator.prefill
         for mode, runner in ((StepMode.EXTEND, self.prefill), (StepMode.DECODE, self.decode)):
-            shapes = capture_shapes(mode, self.rules, context_len=self.options.context_length)
+            if not runner.backend.captures:
+                continue
+            variants = prefill.variants if mode.is_extend else ("",)
+            shapes = capture_shapes(
+                mode, self.rules, context_len=self.options.context_length, variants=variants
+            )
             stage = f"Capturing {mode.value} steps"
             runner.capture(shapes, self._capture_batch, progress=_progress(report, stage))
         if self.load is not None:
@@ -248,7 +263,12 @@ class Worker:
         prompt_logits: PromptLogits,
         checked: bool,
     ) -> StepResult:
-        hidden = self.prefill.run(shape, batch)
+        asks = any(
+            row.sequence.wants_prompt_logits and row.start < row.sequence.prompt_len for row in plan.rows
+        )
+        facts = ExtendFacts.of_batch(batch, prompt_logits=asks)
+        against = can_replay_locally(facts, self.rules, self.coordinator.prefill)
+        hidden = self.prefill.run(shape, batch, reject=shape.eager_reason or against)
         if checked:
             hidden = self.checks.again(self.prefill, shape, batch, hidden)
         last: list[int] = []
@@ -313,6 +333,7 @@ class Worker:
     def stats(self) -> dict[str, Any]:
         """Graph accounting by kind of step, and expert load [layers][experts] (None for dense models)."""
         return {
+            "prefill_graph": self.coordinator.prefill.mode.value,
             "graph": {"decode": self.decode.stats.as_dict(), "prefill": self.prefill.stats.as_dict()},
             "checks": self.checks.as_dict(),
             "expert_load": self._expert_load(),

@@ -4,7 +4,8 @@ Describe the inputs (`GraphSlot`), let a `GraphBufferRegistry` own them, and han
 with a backend: eager, tape (CPU) or CUDA graphs. `ostinato.padding` decides the shapes.
 """
 
-from ostinato.graphs.backends import Backend, CapturedGraph, EagerBackend
+from ostinato.graphs.backends import Backend, CapturedGraph, EagerBackend, Recording, SegmentBackend
+from ostinato.graphs.breakable import BreakableBackend, BreakableGraph, LiveStep
 from ostinato.graphs.buckets import (
     bucket_alignment,
     decode_buckets,
@@ -23,6 +24,8 @@ from ostinato.graphs.workspace import Workspace
 
 __all__ = [
     "Backend",
+    "BreakableBackend",
+    "BreakableGraph",
     "BufferPool",
     "CapturedGraph",
     "CudaGraphBackend",
@@ -35,7 +38,10 @@ __all__ = [
     "GraphStats",
     "Kernel",
     "KeyStats",
+    "LiveStep",
     "PaddingPolicy",
+    "Recording",
+    "SegmentBackend",
     "Stream",
     "Tape",
     "TapeBackend",

@@ -71,6 +71,33 @@ class Backend(Protocol):
         ...
 
 
+class Recording(Protocol):
+    """A capture in progress: what runs through `stream` until `end` becomes one graph. Only one is open at a time."""
+
+    @property
+    def stream(self) -> Stream: ...
+
+    def end(self) -> CapturedGraph[None]:
+        """Close it. Raises CaptureError for what a replay could not repeat."""
+        ...
+
+    def abort(self) -> None:
+        """Close it after an error, leaving nothing behind."""
+        ...
+
+
+class SegmentBackend(Backend, Protocol):
+    """A backend whose captures can be opened and closed around pieces of a callable."""
+
+    def warm_up(self, fn: Callable[[], object], times: int) -> None:
+        """Call `fn` so often, where captures take place."""
+        ...
+
+    def record(self) -> Recording:
+        """Begin to capture. All recordings share what memory graphs of this backend share."""
+        ...
+
+
 class EagerGraph(Generic[T]):
     """The eager backend's "graph": calls again at each replay."""
 

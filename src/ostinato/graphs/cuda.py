@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -102,10 +102,64 @@ class CudaGraphBackend:
         current.wait_stream(self._stream)
         return CudaGraph(graph, outputs, tuple(stream.names))
 
+    def warm_up(self, fn: Callable[[], object], times: int) -> None:
+        """Call `fn` on the side stream."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.device(self.device), torch.no_grad(), torch.cuda.stream(self._stream):
+            for _ in range(times):
+                self._meet()
+                fn()
+        if self._after_warmup is not None:
+            self._after_warmup()
+        current.wait_stream(self._stream)
+        self._meet()
+
+    def record(self) -> CudaRecording:
+        """Begin a segment: a graph of its own in the same pool, replayed after those before it."""
+        return CudaRecording(self.device, self._stream, self._pool)
+
     def _meet(self) -> None:
         torch.cuda.synchronize(self.device)
         if self._barrier is not None:
             self._barrier()
+
+
+class CudaRecording:
+    """A capture that is open on the side stream; what runs between two of them runs on the caller's stream."""
+
+    def __init__(self, device: torch.device, side: torch.cuda.Stream, pool: Any) -> None:
+        self.stream = _CapturingStream()
+        self._graph = torch.cuda.CUDAGraph()
+        self._device, self._side = device, side
+        self._current = torch.cuda.current_stream(device)
+        side.wait_stream(self._current)
+        self._around = ExitStack()
+        for context in (torch.cuda.device(device), torch.no_grad(), _paused_gc(), torch.cuda.stream(side)):
+            self._around.enter_context(context)
+        self._open = True
+        self._graph.capture_begin(pool=pool)
+
+    def end(self) -> CudaGraph[None]:
+        self._open = False
+        try:
+            self._graph.capture_end()
+        except RuntimeError as error:
+            raise CaptureError(
+                f"the segment could not be captured after {self.stream.names[-1:] or 'its start'}: {error}; what reads "
+                "device data on the host must be launched by `outside`"
+            ) from error
+        finally:
+            self._around.close()
+        self._current.wait_stream(self._side)
+        return CudaGraph(self._graph, None, tuple(self.stream.names))
+
+    def abort(self) -> None:
+        if self._open:
+            self._open = False
+            with suppress(RuntimeError):
+                self._graph.capture_end()
+        self._around.close()
 
 
 class _CapturingStream(CountingStream):
@@ -126,6 +180,12 @@ class _CapturingStream(CountingStream):
 def _frozen_gc() -> Iterator[None]:
     """No garbage collection while capturing: freeing a tensor of an older graph would break the capture."""
     gc.collect()
+    with _paused_gc():
+        yield
+
+
+@contextmanager
+def _paused_gc() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:

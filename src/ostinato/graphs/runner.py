@@ -17,6 +17,7 @@ import torch
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends import Backend, CapturedGraph
+from ostinato.graphs.breakable import LiveStep, NarrowingStream
 from ostinato.graphs.frozen import FrozenInputs
 from ostinato.graphs.registry import GraphBufferRegistry
 from ostinato.graphs.slots import FillContext
@@ -53,6 +54,7 @@ class GraphRunner(Generic[B, T]):
     capture_on_first_use: the first step of a key is captured. With a backend that runs while it captures
         (tape) that step costs what an eager one does, without a warm-up; others warm up, capture and replay.
     warmup: eager calls before a capture ahead of time; None for the backend's own number.
+    live: where a breakable backend, made with the same object, learns what step runs. Eager steps narrow by it, too.
 
     Outputs come at the padded width; callers cut them to the real rows. They are overwritten by the next
     step.
@@ -67,6 +69,7 @@ class GraphRunner(Generic[B, T]):
         prepare: Callable[[B, StepShape], None] | None = None,
         capture_on_first_use: bool = False,
         warmup: int | None = None,
+        live: LiveStep | None = None,
     ) -> None:
         self.registry = registry
         self.backend = backend
@@ -75,7 +78,8 @@ class GraphRunner(Generic[B, T]):
         self._fn = fn
         self._prepare = prepare
         self._warmup = backend.warmup if warmup is None else warmup
-        self._eager = EagerStream()
+        self._live = live
+        self._eager = EagerStream() if live is None else NarrowingStream(live)
         self._entries: dict[GraphKey, _Entry[T]] = {}
         self._advances: dict[GraphKey, CapturedGraph[None]] = {}
         self._served: _Served[B, T] | None = None
@@ -218,6 +222,9 @@ class GraphRunner(Generic[B, T]):
     def _fill(self, shape: StepShape, batch: B, ctx: FillContext) -> B:
         self.registry.fill_from(batch, ctx)
         view = self.registry.extract_buffer(batch, ctx)
+        if self._live is not None:
+            real = self.registry.extract_buffer(batch, ctx.real())
+            self._live.begin(real, ctx.raw_num_tokens, ctx.padded_num_tokens)
         if self._prepare is not None:
             self._prepare(view, shape)
         return view

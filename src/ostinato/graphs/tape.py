@@ -12,6 +12,7 @@ fixed, every tensor a call touches is held. Knows nothing of buffers or batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from types import TracebackType
@@ -24,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends import kernel_name
-from ostinato.graphs.stream import EagerStream, Kernel, Stream
+from ostinato.graphs.stream import EagerOp, EagerStream, Kernel, Stream, Tensors
 
 T = TypeVar("T")
 Call = Callable[[], object]
@@ -91,13 +92,45 @@ class TapeBackend:
         Raises CaptureError, naming the operation and the remedy, for what a replay could not repeat. State
         that `fn` builds lazily must exist before: by a warm-up, or because it was built ahead.
         """
-        recorder = _Recorder()
+        self.warm_up(lambda: fn(EagerStream()), warmup)
+        recording = TapeRecording()
+        try:
+            outputs = fn(recording.stream)
+        except BaseException:
+            recording.abort()
+            raise
+        return recording.close(outputs)
+
+    def warm_up(self, fn: Callable[[], object], times: int) -> None:
         with torch.no_grad():
-            for _ in range(warmup):
-                fn(EagerStream())
-            with _RefuseHostReads(recorder), _RecordOps(recorder):
-                outputs = fn(_TapeStream(recorder))
-        return Tape(outputs, recorder.calls, recorder.num_launches)
+            for _ in range(times):
+                fn()
+
+    def record(self) -> TapeRecording:
+        return TapeRecording()
+
+
+class TapeRecording:
+    """A tape while it grows."""
+
+    __slots__ = ("_modes", "_recorder", "stream")
+
+    def __init__(self) -> None:
+        self._recorder = _Recorder()
+        self.stream: Stream = _TapeStream(self._recorder)
+        self._modes = ExitStack()
+        for mode in (torch.no_grad(), _RefuseHostReads(self._recorder), _RecordOps(self._recorder)):
+            self._modes.enter_context(mode)
+
+    def close(self, outputs: T) -> Tape[T]:
+        self._modes.close()
+        return Tape(outputs, self._recorder.calls, self._recorder.num_launches)
+
+    def end(self) -> Tape[None]:
+        return self.close(None)
+
+    def abort(self) -> None:
+        self._modes.close()
 
 
 class _Recorder:
@@ -169,6 +202,12 @@ class _TapeStream:
         with self._recorder:
             kernel(*args)
             self._recorder.add_launch(kernel, args)
+
+    def outside(self, kernel: Kernel, /, *args: Any) -> None:
+        self.launch(kernel, *args)  # a replay calls it again, host work included
+
+    def eager(self, op: EagerOp, view: Any, inputs: Tensors, outputs: Tensors) -> None:
+        op(self, view, *inputs, *outputs)
 
 
 class _RefuseHostReads(TorchFunctionMode):

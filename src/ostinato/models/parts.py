@@ -132,14 +132,25 @@ class Attention:
             q, k, v = q[:, self.own_heads[0]], k[:, self.own_heads[1]], v[:, self.own_heads[1]]
         if self.columns is None:
             mixed = self.workspace.take("attention", rows, q.shape[1], dim)
-            self.backend.forward(stream, self.layer, q, k, v, view, mixed)
+            stream.eager(self._attend, view, (q, k, v), (mixed,))
             stream.launch(self.ops.linear, mixed.view(rows, k_start), self.out, out, live)
             return
         whole = self.workspace.take("attention", rows, self.out.in_features)
         own = self.columns.own("attention", rows, self.out.in_features)
-        self.backend.forward(stream, self.layer, q, k, v, view, own.view(rows, q.shape[1], dim))
+        stream.eager(self._attend, view, (q, k, v), (own.view(rows, q.shape[1], dim),))
         self.columns.gather(stream, own, whole)
         column_linear(stream, self.ops, self.columns, whole, self.out, out, live)
+
+    def _attend(
+        self,
+        stream: Stream,
+        view: AttentionView,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        self.backend.forward(stream, self.layer, q, k, v, view, out)
 
     def _norm_and_rotate(
         self, stream: Stream, fused: torch.Tensor, q: torch.Tensor, k: torch.Tensor, view: DecoderView

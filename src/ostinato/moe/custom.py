@@ -20,7 +20,11 @@ from ostinato.ops.exact import sigmoid, softmax
 
 
 class CustomRoutingFunction(Protocol):
-    """A router supplied by a model or a user."""
+    """A router supplied by a model or a user.
+
+    One that reads device data on the host says so by an attribute `eager_on_graph = True`: breakable graphs are broken
+    for it, and on a GPU no other graph can hold it.
+    """
 
     def __call__(
         self, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, /

@@ -171,7 +171,8 @@ class MoELayer:
             counters = (None, None) if load is None else (load.counts[self.consumers.layer_id], load.live)
             stream.launch(self._fused, router_logits, topk_weights, topk_ids, counts[0], *counters)
         else:
-            stream.launch(
+            launch = stream.outside if self.topk.routes_outside else stream.launch
+            launch(
                 select_experts_into,
                 topk_weights,
                 topk_ids,

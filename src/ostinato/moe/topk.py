@@ -71,6 +71,11 @@ class TopKConfig:
         return self.top_k - self.num_fused_shared_experts
 
     @property
+    def routes_outside(self) -> bool:
+        """The custom function says, by an attribute `eager_on_graph`, that it reads device data on the host."""
+        return bool(getattr(self.custom_routing_function, "eager_on_graph", False))
+
+    @property
     def output_scale(self) -> float:
         """What the weights are multiplied with, once, after any router."""
         if self.apply_routed_scaling_factor_on_output and self.routed_scaling_factor is not None:
