@@ -163,6 +163,7 @@ class ShapeRules:
     `decode_gather`, `extend_gather`: steps of that kind gather rows over data-parallel ranks, so all ranks
     run one width under one verdict. `max_extend_bs`: request slots of the extend graphs. `max_pad_factor`: an
     extend bucket of more than that many times the real rows is refused. `padding` off: exact sizes only.
+    `dp_padding`: how ranks that no graph serves share one buffer; None for what wastes less (`pad_dp_counts`).
     """
 
     decode: Buckets
@@ -175,6 +176,7 @@ class ShapeRules:
     max_pad_factor: int = 2
     decode_gather: bool = False
     extend_gather: bool = False
+    dp_padding: DpPaddingMode | None = None
 
 
 def decide_shape(
@@ -203,7 +205,8 @@ def decide_shape(
         tokens = size * per_row
         padded_bs = size if not mode.is_extend else max(rules.max_extend_bs or 0, bs)
     else:
-        counts = pad_dp_counts(seen, attn_tp_size=rules.attn_tp_size, is_extend=mode.is_extend)
+        extend, dp_padding = mode.is_extend, rules.dp_padding
+        counts = pad_dp_counts(seen, attn_tp_size=rules.attn_tp_size, is_extend=extend, mode=dp_padding)
         tokens = align_up(counts.padded[dp_rank if gather else 0], math.lcm(rules.attn_tp_size, per_row))
         padded_bs = bs if mode.is_extend else tokens // per_row
     return StepShape(
@@ -225,7 +228,8 @@ def gathered_rows(shape: StepShape, rules: ShapeRules) -> DpCounts:
     if not shape.eager_reason:
         every = (shape.padded_num_tokens,) * len(shape.num_tokens)
         return DpCounts(DpPaddingMode.MAX_LEN, shape.num_tokens, every)
-    return pad_dp_counts(shape.num_tokens, attn_tp_size=align, is_extend=shape.mode.is_extend)
+    extend = shape.mode.is_extend
+    return pad_dp_counts(shape.num_tokens, attn_tp_size=align, is_extend=extend, mode=rules.dp_padding)
 
 
 def _bucket(mode: StepMode, sizes: list[int], bs: int, rules: ShapeRules, gather: bool) -> tuple[int, str]:

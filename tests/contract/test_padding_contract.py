@@ -150,18 +150,20 @@ def test_f7_one_capture_many_inputs(rig: Rigs) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "phimoe", "llama4"])
-def test_f33_nothing_is_counted_before_the_first_request(family: str, rigs: ModuleType, tiny: Any) -> None:
+def test_f33_nothing_is_counted_before_the_first_request(
+    family: str, rigs: ModuleType, checkpoint: Any
+) -> None:
     """Warm-ups and captures of every bucket at start-up leave expert load and served rows at zero."""
-    it = rigs.Rig(tiny(family))
+    it = rigs.Rig(checkpoint(family))
     assert it.load_at_start is not None
     assert it.load_at_start.sum() == 0
     assert len(it.worker.decode.captured) == len(rigs.DECODE_BUCKETS)
     assert len(it.worker.prefill.captured) == len(rigs.PREFILL_BUCKETS)
 
 
-def test_f19_pads_need_no_page(rigs: ModuleType, tiny: Any) -> None:
+def test_f19_pads_need_no_page(rigs: ModuleType, checkpoint: Any) -> None:
     """F19: with every page taken, a padded step runs as before: the trash page was set aside."""
-    it = rigs.Rig(tiny("llama"))
+    it = rigs.Rig(checkpoint("llama"))
     allocator = it.scheduler.kv.allocator
     taken = allocator.allocate(allocator.free_pages)
     assert allocator.free_pages == 0
@@ -186,8 +188,8 @@ def test_f22_pages_are_reused_without_traces_of_pads(rig: Rigs, rigs: ModuleType
 # --- accounting ---------------------------------------------------------------------------------------------
 
 
-def test_f15_f16_each_bucket_is_replayed_and_rows_add_up(rigs: ModuleType, tiny: Any) -> None:
-    it = rigs.Rig(tiny("qwen3_moe"), prefill_buckets=(4, 16))
+def test_f15_f16_each_bucket_is_replayed_and_rows_add_up(rigs: ModuleType, checkpoint: Any) -> None:
+    it = rigs.Rig(checkpoint("qwen3_moe"), prefill_buckets=(4, 16))
     for runner in (it.worker.decode, it.worker.prefill):
         runner.stats.reset()
     rules = it.worker.rules
@@ -221,8 +223,8 @@ def test_f15_f16_each_bucket_is_replayed_and_rows_add_up(rigs: ModuleType, tiny:
 
 
 @pytest.mark.parametrize("options", [{"graph": "eager"}, {"capture": "lazy"}], ids=["eager", "lazy"])
-def test_reasons_of_steps_without_a_graph(options: dict[str, str], rigs: ModuleType, tiny: Any) -> None:
-    it = rigs.Rig(tiny("llama"), **options)
+def test_reasons_of_steps_without_a_graph(options: dict[str, str], rigs: ModuleType, checkpoint: Any) -> None:
+    it = rigs.Rig(checkpoint("llama"), **options)
     it.worker.decode.stats.reset()
     for _ in range(2):
         it.padded(it.decode([0, 1, 2]), 4)
@@ -235,8 +237,8 @@ def test_reasons_of_steps_without_a_graph(options: dict[str, str], rigs: ModuleT
     assert (stats["real_rows"], stats["pad_rows"]) == (6, 2)
 
 
-def test_f15_without_padding_every_size_is_replayed_exactly(rigs: ModuleType, tiny: Any) -> None:
-    it = rigs.Rig(tiny("llama"), decode_buckets=None, disable_padding=True)
+def test_f15_without_padding_every_size_is_replayed_exactly(rigs: ModuleType, checkpoint: Any) -> None:
+    it = rigs.Rig(checkpoint("llama"), decode_buckets=None, disable_padding=True)
     it.worker.decode.stats.reset()
     for n in range(1, len(it.lengths) + 1):
         batch = it.decode(list(range(n)))
@@ -246,10 +248,10 @@ def test_f15_without_padding_every_size_is_replayed_exactly(rigs: ModuleType, ti
     assert (stats.replays, stats.eager_steps, stats.pad_rows) == (len(it.lengths), 0, 0)
 
 
-def test_f20_no_bucket_is_larger_than_any_legal_step(rigs: ModuleType, tiny: Any) -> None:
+def test_f20_no_bucket_is_larger_than_any_legal_step(rigs: ModuleType, checkpoint: Any) -> None:
     """F20: nine requests of 128 tokens never make a step of 2048 rows, nor one of 64 requests."""
     it = rigs.Rig(
-        tiny("llama"),
+        checkpoint("llama"),
         context_length=128,
         max_running_requests=9,
         chunked_prefill_size=4096,
@@ -281,9 +283,9 @@ def all_broken(it: Any, rigs: ModuleType) -> set[str]:
 
 
 @pytest.fixture
-def own(rigs: ModuleType, tiny: Callable[[str], Path]) -> Callable[[str], Any]:
+def own(rigs: ModuleType, checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
     """own(family) -> a rig that a test may break."""
-    return lambda family: rigs.Rig(tiny(family))
+    return lambda family: rigs.Rig(checkpoint(family))
 
 
 Patch = pytest.MonkeyPatch
@@ -416,9 +418,11 @@ def test_experts_that_take_pads_for_data_are_caught(own: Any, rigs: ModuleType, 
     assert "MoE of pads is not zero" in all_broken(it, rigs)
 
 
-def test_captures_that_count_as_load_are_caught(rigs: ModuleType, tiny: Any, monkeypatch: Patch) -> None:
+def test_captures_that_count_as_load_are_caught(
+    rigs: ModuleType, checkpoint: Any, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(ExpertLoad, "set_live", lambda self, live: self.live.fill_(1))
-    assert rigs.Rig(tiny("qwen3_moe")).load_at_start.sum() > 0
+    assert rigs.Rig(checkpoint("qwen3_moe")).load_at_start.sum() > 0
 
 
 def test_a_bucket_that_matters_is_caught(own: Any, rigs: ModuleType, monkeypatch: Patch) -> None:

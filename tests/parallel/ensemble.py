@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,9 +77,21 @@ def generate(
     return [done[name] for name in names]
 
 
+def _as_it_is(engine: Engine) -> None:
+    return
+
+
 @contextmanager
-def ensemble(layout: Topology, program: RankProgram | None = None, **options: Any) -> Iterator[Ensemble]:
-    """All ranks of a layout; options are those of the engine, without sizes. program: what they can be asked to run."""
+def ensemble(
+    layout: Topology,
+    program: RankProgram | None = None,
+    *,
+    prepare: Callable[[Engine], None] = _as_it_is,
+    **options: Any,
+) -> Iterator[Ensemble]:
+    """All ranks of a layout; options are those of the engine, without sizes. program: what they can be asked to run.
+    `prepare` is called with every engine before its first step.
+    """
     sizes = {"tp_size": layout.tp, "dp_size": layout.dp, "ep_size": layout.ep}
     config = EngineConfig(progress=False, threads=1, **sizes, **options)
     everybody = worlds(layout)
@@ -89,6 +101,7 @@ def ensemble(layout: Topology, program: RankProgram | None = None, **options: An
     def run(world: World) -> None:
         try:
             engine = Engine(config, lambda *args: None, world, program)
+            prepare(engine)
             engines.append(engine)
             follow(engine, world)
         except BaseException as error:
@@ -101,6 +114,7 @@ def ensemble(layout: Topology, program: RankProgram | None = None, **options: An
     front, made = None, None
     try:
         front = FrontEngine(config, lambda *args: None, everybody[0], program=program)
+        prepare(front)
         made = Ensemble(front, [front, *engines], errors)
         yield made
     finally:

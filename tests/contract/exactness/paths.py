@@ -88,6 +88,6 @@ class Subject:
         return f"{self.name} on {self.path}"
 
 
-def subject(name: str, path: NumericPath, tiny: Callable[[str], Path]) -> Subject:
+def subject(name: str, path: NumericPath, checkpoint: Callable[[str], Path]) -> Subject:
     path.skip_where_missing()
-    return Subject(name, None if name == DEMO else tiny(name), path)
+    return Subject(name, None if name == DEMO else checkpoint(name), path)

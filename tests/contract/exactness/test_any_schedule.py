@@ -32,8 +32,8 @@ SETTINGS = st.builds(
 
 
 @pytest.fixture(scope="module")
-def stage(tiny: Callable[[str], Path]) -> Iterator[Stage]:
-    made = Stage(subject("qwen2_moe", NumericPath("numba", select_isa().name, "bfloat16"), tiny))
+def stage(checkpoint: Callable[[str], Path]) -> Iterator[Stage]:
+    made = Stage(subject("qwen2_moe", NumericPath("numba", select_isa().name, "bfloat16"), checkpoint))
     yield made
     made.close()
 

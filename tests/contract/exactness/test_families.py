@@ -38,9 +38,9 @@ class OnStage:
 
 
 @pytest.fixture(scope="module")
-def on_stage(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Iterator[OnStage]:
+def on_stage(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[OnStage]:
     programme: Programme = request.param
-    stage = Stage(subject(programme.name, programme.path, tiny))
+    stage = Stage(subject(programme.name, programme.path, checkpoint))
     yield OnStage(stage, programme)
     stage.close()
     torch.set_num_threads(1)

@@ -200,13 +200,13 @@ FAULTS = {
 
 
 @pytest.fixture
-def staged(tiny: Callable[[str], Path]) -> Iterator[Callable[..., Stage]]:
+def staged(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., Stage]]:
     """staged(tamper) -> engines of a small mixture on the fastest kernels there are, tampered with."""
     made: list[Stage] = []
 
     def make(tamper: Callable[[LLM], None] | None = None) -> Stage:
         path = NumericPath("numba", select_isa().name, "bfloat16")
-        made.append(Stage(subject("qwen2_moe", path, tiny), tamper=tamper))
+        made.append(Stage(subject("qwen2_moe", path, checkpoint), tamper=tamper))
         return made[-1]
 
     yield make

@@ -27,8 +27,8 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module", params=[path for path in PATHS if path.kernels == "numba"], ids=str)
-def stage(request: pytest.FixtureRequest, tiny: Callable[[str], Path]) -> Iterator[Stage]:
-    made = Stage(subject(DEMO, request.param, tiny), context=CONTEXT)
+def stage(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[Stage]:
+    made = Stage(subject(DEMO, request.param, checkpoint), context=CONTEXT)
     yield made
     made.close()
     torch.set_num_threads(1)

@@ -19,8 +19,8 @@ SETTING = Setting(graph="tape", chunk_pages=2)
 
 
 @pytest.fixture(scope="module")
-def stage(tiny: Callable[[str], Path]) -> Iterator[Stage]:
-    made = Stage(subject(DEMO, NumericPath("numba", select_isa().name, "bfloat16"), tiny))
+def stage(checkpoint: Callable[[str], Path]) -> Iterator[Stage]:
+    made = Stage(subject(DEMO, NumericPath("numba", select_isa().name, "bfloat16"), checkpoint))
     yield made
     made.close()
 
