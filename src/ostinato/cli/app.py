@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ostinato import __version__
-from ostinato.cli import bench, bench_serve, chat, fetch, generate, serve
+from ostinato.cli import bench, bench_serve, chat, fetch, generate, replay_trace, serve
 from ostinato.errors import OstinatoError
 
 # Root of what the parser raises at users; typer has no public name for it.
@@ -97,6 +97,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("fetch")(fetch.fetch)
+app.command("replay-trace")(replay_trace.replay_trace)
 app.add_typer(bench_app, name="bench")
 
 

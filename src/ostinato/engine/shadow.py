@@ -109,13 +109,13 @@ class StepChecks:
         The eager outputs, which are also what `tokens` follow from afterwards. `batch`: the step as the host knows it.
         """
         rows = shape.raw_num_tokens
-        seen, read = _real(outputs, tokens, rows), snapshot(runner.registry, shape)
+        seen, read = real_outputs(outputs, tokens, rows), snapshot(runner.registry, shape)
         if self._load is not None:
             self._load.set_live(False)
         outputs = runner.again(shape, batch)
         if self._load is not None:
             self._load.set_live(True)
-        expected, filled = _real(outputs, tokens, rows), snapshot(runner.registry, shape)
+        expected, filled = real_outputs(outputs, tokens, rows), snapshot(runner.registry, shape)
         found = first_difference(list(seen.values()), list(expected.values()))
         step = CheckedStep(self.steps, shape, batch, seen, expected, read, filled, found)
         wrong = self._agree(found is not None)
@@ -145,7 +145,8 @@ class StepChecks:
         return {"rate": self.options.rate, "steps": self.steps, "traces": list(self.traces)}
 
 
-def _real(outputs: torch.Tensor, tokens: torch.Tensor | None, rows: int) -> Named:
+def real_outputs(outputs: torch.Tensor, tokens: torch.Tensor | None, rows: int) -> Named:
+    """Copies of what a step gave to its first `rows` rows, by name."""
     named = {"outputs": outputs[:rows].clone()}
     if tokens is not None:
         named["tokens"] = tokens[:rows].clone()
@@ -172,8 +173,13 @@ def where(step: CheckedStep) -> str:
     """What differs first, for people."""
     if step.difference is None:
         return "nothing differs"
-    name, row = list(step.seen)[step.difference.tensor], step.difference.row
-    return f"{name} differ from row {row} on, by {step.difference.max_abs:g} at most"
+    return told(step.difference, list(step.seen))
+
+
+def told(difference: Difference, names: list[str]) -> str:
+    """A difference between outputs of these names, for people."""
+    name = names[difference.tensor]
+    return f"{name} differ from row {difference.row} on, by {difference.max_abs:g} at most"
 
 
 def _tell(step: CheckedStep, wrong: tuple[int, ...], recorded: str) -> None:

@@ -36,6 +36,7 @@ FORMAT = 1
 MAX_TRACES = 16
 MAX_TRACE_BYTES = 512 << 20
 _KEY = "ostinato"
+_HEADER = ("shape", "outputs", "model", "config", "parallel", "kernels", "versions", "left_out", "where")
 _BATCH_FIELDS = (
     "input_ids",
     "positions",
@@ -153,6 +154,10 @@ def read_trace(path: Path) -> Trace:
             f"{path} is no replay trace of format {FORMAT} (it says {header.get('format')!r}); give a .trace file that "
             "this version wrote"
         )
+    missing = [name for name in _HEADER if name not in header]
+    missing += [name for name in ("batch.input_ids", "batch.seq_lens") if name not in tensors]
+    if missing:
+        raise TraceError(f"{path} lacks {', '.join(missing)}; it is damaged")
     return Trace(header, tensors)
 
 

@@ -330,6 +330,15 @@ class Worker:
             mode=plan.mode,
         )
 
+    @property
+    def attention_name(self) -> str:
+        return self._attention.name
+
+    @property
+    def chosen(self) -> torch.Tensor:
+        """The greedy choice of each row of the last decode step, int64 [max_bs]; overwritten by the next."""
+        return self._chooser.tokens
+
     def stats(self) -> dict[str, Any]:
         """Graph accounting by kind of step, and expert load [layers][experts] (None for dense models)."""
         return {
