@@ -7,6 +7,7 @@ results, recorded and new, have the same bits, 1 that some differ, 2 that the st
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from ostinato.engine.rerun import Rerun
 
 DIFFERS = 1
-_NOW = {"eager": "eager now", "replayed": "captured and replayed now"}
-_RECORDED = {"seen": "recorded: graph", "expected": "recorded: eager"}
+_NOW: Mapping[str, str] = {"eager": "eager now", "replayed": "captured and replayed now"}
+_RECORDED: Mapping[str, str] = {"seen": "recorded: graph", "expected": "recorded: eager"}
 
 
 def replay_trace(
