@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ostinato import __version__
-from ostinato.cli import bench, bench_serve, chat, fetch, generate, replay_trace, serve
+from ostinato.cli import bench, bench_serve, chat, fetch, generate, replay_trace, serve, verify
 from ostinato.errors import OstinatoError
 
 # Root of what the parser raises at users; typer has no public name for it.
@@ -98,6 +98,7 @@ app.command("chat")(chat.chat)
 app.command("serve")(serve.serve)
 app.command("fetch")(fetch.fetch)
 app.command("replay-trace")(replay_trace.replay_trace)
+app.command("verify")(verify.verify)
 app.add_typer(bench_app, name="bench")
 
 

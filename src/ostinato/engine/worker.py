@@ -175,6 +175,11 @@ class Worker:
     def _prefill_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
         return self.model.forward(view, stream)
 
+    @property
+    def chooser(self) -> Chooser:
+        """Where the tokens of the last step are."""
+        return self._chooser
+
     # ---- capture ahead of time ----
 
     def capture(self, report: Report) -> None:

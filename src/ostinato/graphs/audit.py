@@ -53,13 +53,17 @@ POISONS = (
 )
 
 
-def poison_registry(registry: GraphBufferRegistry[Any], poison: Poison, *, keep: Iterable[str] = ()) -> None:
+def poison_registry(
+    registry: GraphBufferRegistry[Any], poison: Poison, *, keep: Iterable[str] = (), only: str | None = None
+) -> None:
     """Overwrite the static buffers, whole, as the worst earlier step would have left them.
 
-    Slots that are filled only once keep their value, as does what `keep` names.
+    Slots that are filled only once keep their value, as does what `keep` names; `only`: no other slot than that.
     """
     kept = frozenset(keep)
     for slot in registry.slots():
+        if only is not None and slot.name != only:
+            continue
         if slot.padding_policy is not PaddingPolicy.FILL_ONCE and slot.name not in kept:
             poison.into(registry.buffer(slot.name))
 

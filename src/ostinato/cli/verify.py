@@ -1,0 +1,157 @@
+"""`ostinato verify`: prove a checkpoint in a deployment; a table for people, JSON and HTML to keep.
+
+Must not import torch or the engine before the arguments were found good. Invariant: the exit code is 0 when everything
+that ran has passed, 1 when something has not, 2 for input that cannot be verified.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ostinato.cli.flags import engine_flags
+from ostinato.cli.generate import MODEL_HELP
+from ostinato.cli.screen import lasting
+from ostinato.config import EngineConfig
+from ostinato.engine.progress import bars, is_interactive
+from ostinato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ostinato.verify.findings import Report
+    from ostinato.verify.run import Plan, Progress
+
+FAILED = 1
+
+
+@engine_flags
+def verify(
+    *,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
+    budget: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to spend on cells; every check runs one at least.")
+    ] = 100.0,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Run this check alone (repeatable).", show_default=False)
+    ] = None,
+    cell: Annotated[
+        str | None, typer.Option(help="Run this cell alone, like decode:8:5 (mode, bucket, real rows).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides cells, requests and their tokens.")] = 0,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the report there as JSON.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the report there as one HTML page.")
+    ] = None,
+    engine: dict[str, Any],
+) -> None:
+    """Prove that a checkpoint in a deployment computes what it should, whatever is around a request."""
+    config = EngineConfig.of(model=model, **engine)
+    for path in (as_json, html):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}; make it first")
+    with lasting():
+        from ostinato.verify.run import Plan, known_checks
+    options = command_line(model, engine, seed)
+    plan = Plan(
+        budget=budget,
+        only=known_checks(only or ()),
+        cell=cell,
+        seed=seed,
+        reproduce=lambda check, at: f"{options} --only {check} --cell {at}",
+    )
+    report = run(config, plan, " ".join(map(shlex.quote, ["ostinato", *sys.argv[1:]])))
+    keep(report, as_json, html)
+    from rich.console import Console
+
+    from ostinato.verify.text import show
+
+    show(report, Console())
+    if not report.passed:
+        raise typer.Exit(FAILED)
+
+
+def command_line(model: str | None, engine: dict[str, Any], seed: int) -> str:
+    """The command that makes the same deployment, without what to run in it."""
+    words = ["ostinato", "verify"]
+    if model is not None:
+        words += ["--model", model]
+    for name, value in engine.items():
+        words += _flag(name, value)
+    if seed:
+        words += ["--seed", str(seed)]
+    return " ".join(map(shlex.quote, words))
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = name.removesuffix("_size") if name in ("tp_size", "dp_size", "ep_size") else name
+    if value is True:
+        return [f"--{flag.replace('_', '-')}"]
+    if value is False:
+        return [f"--no-{flag.removeprefix('enable_').replace('_', '-')}"]
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return [f"--{flag.replace('_', '-')}", text]
+
+
+def run(config: EngineConfig, plan: Plan, command: str) -> Report:
+    """Open the deployment, verify it, close it."""
+    with lasting():
+        from ostinato.engine.front import open_engine
+        from ostinato.verify import describe
+        from ostinato.verify.findings import Report
+        from ostinato.verify.program import program
+        from ostinato.verify.run import Run
+    started, clock = time.time(), time.monotonic()
+    with bars(shown=config.progress) as report:
+        engine = open_engine(config, report, program())
+    try:
+        with progress(config.progress) as tell:
+            verification = Run(engine, plan)
+            verification.cells(tell)
+        checks = verification.results()
+        return Report(
+            model=config.model or "demo",
+            model_facts=describe.model_facts(engine),
+            deployment=describe.deployment_facts(engine, verification.facts),
+            machine=describe.machine_facts(),
+            versions=describe.versions(),
+            command=command,
+            started=started,
+            seconds=time.monotonic() - clock,
+            checks=checks,
+            passed=all(check.passed for check in checks) and not verification.broken,
+        )
+    finally:
+        engine.close()
+
+
+@contextmanager
+def progress(shown: bool) -> Iterator[Progress]:
+    """A bar for people: the share of the run, the check in hand, and failures so far."""
+    if not (shown and is_interactive()):
+        yield lambda title, failed, share: None
+        return
+    with bars() as report:
+
+        def tell(title: str, failed: int, share: float) -> None:
+            stage = "Verifying" if not failed else "Verifying (something has failed)"
+            report(stage, round(1000 * share), 1000)
+
+        yield tell
+
+
+def keep(report: Report, as_json: Path | None, html: Path | None) -> None:
+    """Write the files that were asked for."""
+    if as_json is not None:
+        from ostinato.verify.findings import to_json
+
+        as_json.write_bytes(to_json(report) + b"\n")
+    if html is not None:
+        from ostinato.verify.html import render
+
+        html.write_text(render(report), encoding="utf-8")

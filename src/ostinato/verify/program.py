@@ -1,0 +1,92 @@
+"""What every rank runs: a stage for its engine, and one check in one cell each time rank 0 asks.
+
+    Ask ──all ranks──▶ Stage ─▶ Check.run ─▶ Answer ──▶ rank 0
+
+Run as `python -m ostinato.verify.rank` by the processes of ranks 1 and up. Knows nothing of budgets or reports.
+Invariant: an `Ask` is all that decides what runs, so ranks run the same.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import msgspec
+import torch
+
+from ostinato.engine.engine import Engine
+from ostinato.engine.program import RankProgram
+from ostinato.errors import OstinatoError
+from ostinato.verify.cells import CellId
+from ostinato.verify.checks import Facts, check_named
+from ostinato.verify.outcome import Found
+from ostinato.verify.stage import Stage
+
+RANK_MODULE = "ostinato.verify.rank"
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """begin: make the stage. cell: run `check` in a cell. locate: the same, with every layer watched."""
+
+    op: Literal["begin", "cell", "locate"]
+    seed: int = 0
+    check: str = ""
+    mode: str = ""
+    bucket: int = 0
+    n: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """facts: after a begin. checks, found: after a cell."""
+
+    facts: Facts | None = None
+    checks: int = 0
+    found: list[Found] = []
+
+
+def program() -> RankProgram:
+    """The program for engines to verify."""
+    return RankProgram(_Verifier().run, RANK_MODULE)
+
+
+class _Verifier:
+    def __init__(self) -> None:
+        self._stages: WeakKeyDictionary[Engine, Stage] = WeakKeyDictionary()
+        self._asks = msgspec.msgpack.Decoder(Ask)
+
+    def run(self, engine: Engine, message: bytes) -> bytes:
+        """Carry out one `Ask`."""
+        ask = self._asks.decode(message)
+        with torch.no_grad():
+            answer = self._begin(engine, ask) if ask.op == "begin" else self._cell(engine, ask)
+        return msgspec.msgpack.encode(answer)
+
+    def _begin(self, engine: Engine, ask: Ask) -> Answer:
+        stage = self._stages[engine] = Stage(engine, ask.seed)
+        modes, requests = stage.modes, stage.requests
+        suffix = min(requests.capacity, stage.worker.options.max_num_tokens) - requests.shared
+        return Answer(
+            Facts(
+                {mode: stage.buckets(mode) for mode in modes},
+                {mode: stage.most(mode) for mode in modes},
+                {mode: stage.captures(mode) for mode in modes},
+                stage.groups,
+                suffix if requests.shared else 0,
+            )
+        )
+
+    def _cell(self, engine: Engine, ask: Ask) -> Answer:
+        stage, cell = self._stages[engine], CellId(ask.mode, ask.bucket, ask.n)
+        check = check_named(ask.check)
+        try:
+            if ask.op == "locate":
+                with stage.tapped(max(ask.bucket, stage.requests.capacity)):
+                    out = check.run(stage, cell)
+            else:
+                out = check.run(stage, cell)
+        except OstinatoError as error:
+            if engine.world.topology.tp > 1:
+                raise  # the others may wait for this rank within a step: the engine has to end
+            stage.recover()
+            return Answer(checks=1, found=[Found(f"the step raised {type(error).__name__}: {error}")])
+        return Answer(checks=out.checks, found=list(out.found.values()))

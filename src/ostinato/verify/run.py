@@ -1,0 +1,178 @@
+"""Rank 0's part of a verification: asks all ranks for one cell after the other until the time is up, and gathers.
+
+    (check, mode) queues ─▶ the one with the least time spent so far ─▶ Engine.call ─▶ findings of every rank
+    a cell that fails ─▶ once more, with every layer watched ─▶ the first layer and row that differ
+
+Knows nothing of how a report is shown. Invariant: cells are taken in an order that a seed decides; only how many of
+them run depends on the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ostinato.engine.engine import Engine
+from ostinato.errors import ConfigError, OstinatoError
+from ostinato.verify.cells import CellId, ordered
+from ostinato.verify.checks import CHECKS, Check, Facts
+from ostinato.verify.findings import Cell, CheckResult, Finding, Place
+from ostinato.verify.outcome import Found
+from ostinato.verify.program import Answer, Ask
+
+DEFAULT_BUDGET_S = 100.0
+MOST_LOCATED = 3
+"""Failing cells of a check that are run once more, to name the layer."""
+MOST_FAILED = 12
+"""Failing cells after which a check is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to run. budget: seconds for cells. only: names of checks, all when empty. cell: that one and no other.
+
+    reproduce: (check, cell) -> the command that runs that cell again.
+    """
+
+    budget: float = DEFAULT_BUDGET_S
+    only: tuple[str, ...] = ()
+    cell: str | None = None
+    seed: int = 0
+    reproduce: Callable[[str, str], str] = lambda check, cell: f"ostinato verify --only {check} --cell {cell}"
+
+    def checks(self) -> tuple[Check, ...]:
+        return tuple(check for check in CHECKS if not self.only or check.name in self.only)
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The cells of one check in one mode, and what came of those that ran."""
+
+    check: Check
+    mode: str
+    cells: list[CellId]
+    done: list[Cell] = field(default_factory=list)
+    seconds: float = 0.0
+    failed: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return len(self.done) == len(self.cells) or self.failed >= MOST_FAILED
+
+
+Progress = Callable[[str, int, float], None]
+"""Called after each cell: (title of its check, cells that failed so far, share of the run that is over)."""
+
+
+class Run:
+    """A verification of one engine, made with `program()`; `results` when it has run."""
+
+    def __init__(self, engine: Engine, plan: Plan) -> None:
+        self._engine, self._plan = engine, plan
+        self._encoder = msgspec.msgpack.Encoder()
+        self._answers = msgspec.msgpack.Decoder(Answer)
+        facts = self._ask(Ask("begin", plan.seed))[0].facts
+        assert facts is not None
+        self.facts: Facts = facts
+        self.broken = ""
+        only = None if plan.cell is None else CellId.parse(plan.cell, facts.modes)
+        if only is not None and only.bucket > max(facts.modes[only.mode], default=0):
+            raise ConfigError(
+                f"cell {only} is wider than the largest bucket, {max(facts.modes[only.mode], default=0)}; "
+                "give one that the deployment has"
+            )
+        self._queues = [self._queue(check, mode, only) for check in plan.checks() for mode in facts.modes]
+
+    def _queue(self, check: Check, mode: str, only: CellId | None) -> _Queue:
+        facts, seed = self.facts, self._plan.seed
+        if check.never(facts) or (only is not None and only.mode != mode):
+            return _Queue(check, mode, [])
+        if only is not None:
+            return _Queue(check, mode, [only] if check.takes(only, facts) else [])
+        cells = ordered(
+            mode, facts.modes[mode], facts.most[mode], seed, lambda cell: check.takes(cell, facts)
+        )
+        return _Queue(check, mode, cells)
+
+    def cells(self, progress: Progress) -> None:
+        """Run cells until the budget is spent; every queue gets one at least."""
+        started = time.monotonic()
+        failed = 0
+        while not self.broken:
+            spent = time.monotonic() - started
+            waiting = [q for q in self._queues if not q.ended and (spent < self._plan.budget or not q.done)]
+            if not waiting:
+                return
+            queue = min(waiting, key=lambda q: q.seconds)
+            before = time.monotonic()
+            cell = self._cell(queue)
+            queue.seconds += time.monotonic() - before
+            queue.done.append(cell)
+            queue.failed += not cell.passed
+            failed += not cell.passed
+            over = sum(len(q.done) for q in self._queues) / max(sum(len(q.cells) for q in self._queues), 1)
+            progress(queue.check.title, failed, min(max(over, spent / self._plan.budget), 1.0))
+
+    def _cell(self, queue: _Queue) -> Cell:
+        cell, name = queue.cells[len(queue.done)], queue.check.name
+        ask = Ask("cell", self._plan.seed, name, cell.mode, cell.bucket, cell.n)
+        try:
+            answers = self._ask(ask)
+            found = [answer.found for answer in answers]
+            if any(found) and queue.failed < MOST_LOCATED:
+                closer = [answer.found for answer in self._ask(msgspec.structs.replace(ask, op="locate"))]
+                found = closer if any(closer) else found
+            checks = sum(answer.checks for answer in answers)
+        except OstinatoError as error:
+            self.broken = str(error)
+            found, checks = [[Found(f"a rank failed: {error}")]], 1
+        findings = tuple(self._findings(queue.check, cell, found))
+        return Cell(cell.mode, cell.bucket, cell.n, checks, findings)
+
+    def _findings(self, check: Check, cell: CellId, found: Sequence[Sequence[Found]]) -> Iterator[Finding]:
+        reproduce = self._plan.reproduce(check.name, str(cell))
+        for rank, ours in enumerate(found):
+            for one in ours:
+                place = Place(check.name, cell.mode, cell.bucket, cell.n, rank, one.layer, one.slot, one.row)
+                yield Finding(place, one.what, one.max_abs, reproduce)
+
+    def _ask(self, ask: Ask) -> list[Answer]:
+        return [self._answers.decode(answer) for answer in self._engine.call(self._encoder.encode(ask))]
+
+    def results(self) -> tuple[CheckResult, ...]:
+        """Every check that the plan asks for, those that could not run included."""
+        return tuple(self._result(check) for check in self._plan.checks())
+
+    def _result(self, check: Check) -> CheckResult:
+        queues = [q for q in self._queues if q.check is check]
+        done = tuple(cell for q in queues for cell in q.done)
+        possible = sum(len(q.cells) for q in queues)
+        skipped = check.never(self.facts)
+        if not skipped and not possible:
+            skipped = "it has nothing to say of this cell" if self._plan.cell else "no cell is one of its"
+        elif not skipped and not done:
+            skipped = f"the run ended before: {self.broken}"
+        notes = []
+        if done and len(done) < possible:
+            notes.append(
+                f"{len(done)} of {possible} cells: n = 1, B//2+1, B-1 and B of every bucket first, then others by "
+                f"seed {self._plan.seed}, until the time was up"
+            )
+        if any(q.failed >= MOST_FAILED for q in queues):
+            notes.append(f"left after {MOST_FAILED} failing cells of a mode")
+        seconds = sum(q.seconds for q in queues)
+        return CheckResult(
+            check.name, check.title, check.promise, done, possible, seconds, skipped, tuple(notes)
+        )
+
+
+def known_checks(names: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names as they are; raises ConfigError for one that is no check, nor one of `more`."""
+    every = [check.name for check in CHECKS] + list(more)
+    for name in names:
+        if name not in every:
+            raise ConfigError(f"there is no check {name!r}; choose among {', '.join(every)}")
+    return tuple(names)
