@@ -62,7 +62,10 @@ class _Verifier:
         return msgspec.msgpack.encode(answer)
 
     def _begin(self, engine: Engine, ask: Ask) -> Answer:
-        stage = self._stages[engine] = Stage(engine, ask.seed)
+        stage = self._stages.get(engine)
+        if stage is None:
+            stage = self._stages[engine] = Stage(engine, ask.seed)
+        stage.seed = ask.seed
         modes, requests = stage.modes, stage.requests
         suffix = min(requests.capacity, stage.worker.options.max_num_tokens) - requests.shared
         return Answer(

@@ -3,8 +3,8 @@
     request r:  tokens [T]   context cached [0, lengths[r])   the rest of its pages is room for what a step adds
     the last two requests hold the same tokens: one behind the shared first pages of another, one in pages of its own
 
-Every rank of a data-parallel group has the same ones, groups have their own. Knows nothing of checks or graphs.
-Invariant: token 0, which pads hold, is in no request; whatever no request wrote is NaN.
+Every rank of a data-parallel group has the same ones; groups have other tokens, of the same lengths. Knows nothing of
+checks or graphs. Invariant: token 0, which pads hold, is in no request; whatever no request wrote is NaN.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sizes:
 class Requests:
     """As many as a step can have, in pages taken from `allocator`. Raises ConfigError when it has too few."""
 
-    def __init__(self, pool: KVPool, allocator: PageAllocator, sizes: Sizes, seed: int) -> None:
+    def __init__(self, pool: KVPool, allocator: PageAllocator, sizes: Sizes, seed: int, group: int) -> None:
         self._pool = pool
         count = min(sizes.max_bs, pool.free_rows, allocator.free_pages)
         if count < 1:
@@ -56,8 +56,9 @@ class Requests:
                 "more KV memory"
             )
         self.capacity = tokens
-        rng = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed * 1000 + group)
         self.tokens = torch.randint(1, sizes.vocab_size, (count, tokens), generator=rng)
+        rng.manual_seed(seed)
         self.lengths = torch.randint(1, tokens - 1, (count,), generator=rng).tolist()
         self.lengths[0] = tokens - 2
         self.rows = [pool.take_row() for _ in range(count)]

@@ -114,7 +114,7 @@ class Run:
             queue.failed += not cell.passed
             failed += not cell.passed
             over = sum(len(q.done) for q in self._queues) / max(sum(len(q.cells) for q in self._queues), 1)
-            progress(queue.check.title, failed, min(max(over, spent / self._plan.budget), 1.0))
+            progress(queue.check.title, failed, min(max(over, spent / max(self._plan.budget, 1e-9)), 1.0))
 
     def _cell(self, queue: _Queue) -> Cell:
         cell, name = queue.cells[len(queue.done)], queue.check.name

@@ -66,7 +66,7 @@ class Stage:
             config.vocab_size,
         )
         allocator = engine.scheduler.kv.allocator
-        self.requests = Requests(self.pool, allocator, sizes, seed * 1000 + topology.attn_dp_rank)
+        self.requests = Requests(self.pool, allocator, sizes, seed, topology.attn_dp_rank)
         self.kv = LiveKV(self.pool, self.requests.pages)
         self._captured: set[tuple[str, int]] = set()
         self._taps: Taps | None = None
