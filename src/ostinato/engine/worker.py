@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,13 +119,11 @@ class Worker:
         decode = build_decode_registry(
             options.max_bs, options.max_bs, registry_options, advance=self._advance
         )
-        prefill = build_prefill_registry(*sizes, registry_options)
+        self._prefill_registry = partial(build_prefill_registry, *sizes, registry_options)
         attention.init_graph_state(*sizes)
         self.decode = self._runner(self._decode_step, decode, backend)
-        ability, live = self.coordinator.prefill, LiveStep()
-        over = prefill_backend(ability.mode, backend, live)
-        broken = ability.mode is PrefillGraph.BREAKABLE
-        self.prefill = self._runner(self._prefill_step, prefill, over, live if broken else None)
+        self._graph_backend = backend
+        self.prefill = self.prefill_runner(self.coordinator.prefill.mode)
         if load is not None:
             load.set_live(self._counts_load)
 
@@ -143,6 +142,13 @@ class Worker:
             capture_on_first_use=self.options.capture_on_first_use,
             live=live,
         )
+
+    def prefill_runner(self, mode: PrefillGraph) -> GraphRunner[ForwardBatch, torch.Tensor]:
+        """A runner of prefill steps in this mode, over buffers of its own; `verify` tries others than the worker's."""
+        live = LiveStep()
+        over = prefill_backend(mode, self._graph_backend, live)
+        broken = live if mode is PrefillGraph.BREAKABLE else None
+        return self._runner(self._prefill_step, self._prefill_registry(), over, broken)
 
     def _decode_step(self, view: ForwardBatch, stream: Stream) -> torch.Tensor:
         live = view.num_token_non_padded

@@ -53,8 +53,9 @@ def deployment_facts(engine: Engine, facts: Facts) -> dict[str, str]:
         found["transport"] = engine.world.transport
         if engine.model_config.moe is not None:
             found["dispatch"] = engine.config.dispatch
+    found["prefill graphs"] = worker.coordinator.prefill.mode.value
     for mode, buckets in facts.modes.items():
-        found[f"{mode} buckets"] = shortened(buckets)
+        found[f"{mode.split('-')[0]} buckets"] = shortened(buckets)
     return found
 
 

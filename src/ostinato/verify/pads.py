@@ -103,7 +103,7 @@ class _Trial:
 
     def _inputs(self, played: Played, how: str) -> None:
         """Static inputs: the batch's rows, tails by the table, and counts."""
-        stage, view, shape = self.stage, self.stage.view(played), played.shape
+        stage, view, shape = self.stage, self.stage.view(self.cell.mode, played), played.shape
         fill = stage.worker.model.attention.seq_len_fill_value if self.cell.mode == "decode" else 0
         tails: Mapping[str, int] = {
             **dict.fromkeys(INDEX_SLOTS, 0),

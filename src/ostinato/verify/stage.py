@@ -18,6 +18,7 @@ import torch
 
 from ostinato.engine.batch import ForwardBatch
 from ostinato.engine.engine import Engine
+from ostinato.engine.prefill_graph import PrefillGraph
 from ostinato.graphs.audit import Poison, poison_registry, poison_workspace
 from ostinato.graphs.runner import GraphRunner
 from ostinato.graphs.slots import FillContext
@@ -68,6 +69,7 @@ class Stage:
         allocator = engine.scheduler.kv.allocator
         self.requests = Requests(self.pool, allocator, sizes, seed, topology.attn_dp_rank)
         self.kv = LiveKV(self.pool, self.requests.pages)
+        self.runners = self._runners()
         self._captured: set[tuple[str, int]] = set()
         self._taps: Taps | None = None
         self._plain = worker.model
@@ -103,10 +105,20 @@ class Stage:
 
     # ---- modes ----
 
+    def _runners(self) -> dict[str, Runner]:
+        """By mode: decode, the deployment's own prefill mode, and the others that it could capture in."""
+        worker, own = self.worker, self.worker.coordinator.prefill.mode
+        runners = {"decode": worker.decode, f"prefill-{own.value}": worker.prefill}
+        full = worker.model.attention.can_capture(StepMode.EXTEND)
+        for mode in (PrefillGraph.FULL, PrefillGraph.BREAKABLE) if worker.decode.backend.captures else ():
+            if mode is not own and (full or mode is PrefillGraph.BREAKABLE):
+                runners[f"prefill-{mode.value}"] = worker.prefill_runner(mode)
+        return runners
+
     @property
     def modes(self) -> tuple[str, ...]:
-        """Kinds of steps that this deployment has."""
-        return ("decode", "prefill")
+        """Kinds of steps to verify."""
+        return tuple(self.runners)
 
     def buckets(self, mode: str) -> tuple[int, ...]:
         return (self.rules.decode if mode == "decode" else self.rules.extend).sizes
@@ -116,7 +128,7 @@ class Stage:
         return len(self.requests) if mode == "decode" else self.requests.room
 
     def runner(self, mode: str) -> Runner:
-        return self.worker.decode if mode == "decode" else self.worker.prefill
+        return self.worker.prefill if mode == "prefill" else self.runners[mode]
 
     # ---- steps ----
 
@@ -224,9 +236,9 @@ class Stage:
         """Whether steps of this mode are captured at all."""
         return self.runner(mode).backend.captures
 
-    def view(self, played: Played) -> ForwardBatch:
+    def view(self, mode: str, played: Played) -> ForwardBatch:
         """The static inputs as the last step left them, at its padded widths."""
-        registry = self.runner("prefill" if played.batch.mode.is_extend else "decode").registry
+        registry = self.runner(mode).registry
         return registry.extract_buffer(played.batch, FillContext.of(played.shape))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
