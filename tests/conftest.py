@@ -1,10 +1,12 @@
 """For every test: tiny checkpoints of all families, made once; the real SmolLM2 ones, fetched once; one torch thread;
-the option `--exhaustive`. Modules that tests of several folders use are loaded by path: the folders are no packages.
+the option `--exhaustive`; Triton's interpreter where there is no GPU. Modules that tests of several folders use are
+loaded by path: the folders are no packages.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,10 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
+
+# Triton decides when it is first imported whether its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Tiny shapes gain nothing from a second thread, and pools that spin on shared cores slow each other down.
 torch.set_num_threads(1)

@@ -1,0 +1,113 @@
+"""Compiles every launch of the Triton kernels for a GPU that is not there, as far as machine code. A script, run by a
+test in a process of its own, since kernels are either interpreted or compiled.
+
+Prints one line a compiled kernel. Launches are caught where Triton would make them; integers that are 1 are constants,
+as in a real launch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+
+
+class Compiler:
+    """What stands in for a launch: compiles the kernel for the arguments, once for each signature."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, int] = {}
+
+    def launch(self, kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        assert grid
+        assert all(n > 0 for n in grid), f"{kernel.__name__} over {grid}"
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | named
+        signature, constants = {}, {}
+        for param in kernel.params:
+            value = values[param.name]
+            if param.is_constexpr or (isinstance(value, int) and value == 1):
+                signature[param.name], constants[param.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[param.name] = TYPES[value.dtype]
+            else:
+                signature[param.name] = (
+                    "fp32" if isinstance(value, float) else "i64" if value >> 31 else "i32"
+                )
+        key = f"{kernel.__name__} {signature} {constants} {options}"
+        if key not in self.done:
+            made = triton.compile(ASTSource(kernel, signature, constants), target=TARGET, options=options)
+            self.done[key] = len(made.asm["cubin"])
+            print(kernel.__name__, made.metadata.shared, flush=True)
+
+
+def launches(dtype: torch.dtype) -> None:
+    """One launch of everything, of the shapes of a small model in `dtype`."""
+    from ostinato.ops.cuda.opset import TritonOps
+    from ostinato.ops.opset import RoutingRule
+
+    ops, T, H, I, E = TritonOps("cpu"), 3, 128, 64, 8  # noqa: E741
+    x, live, ids = torch.zeros(T, H, dtype=dtype), torch.ones(1, dtype=torch.int32), torch.zeros(T).long()
+    weight, out = torch.zeros(H, dtype=dtype), torch.zeros(T, H, dtype=dtype)
+    for count in (None, live):
+        ops.rms_norm(x, weight, 1e-6, out, count)
+        ops.add_rms_norm(x, out, weight, 1e-6, out, count)
+        ops.add_layer_norm(x, out, weight, weight, 1e-6, out, count)
+        ops.linear(x, ops.pack_linear(torch.zeros(H, H, dtype=dtype), weight), out, count)
+    ops.linear(x, ops.pack_gated(torch.zeros(2 * I, H, dtype=dtype)), torch.zeros(T, I, dtype=dtype), live)
+    ops.linear(x, ops.pack_linear(torch.zeros(E, H, dtype=dtype)), torch.zeros(T, E), live)
+    ops.linear(x, ops.pack_linear(torch.zeros(1, H, dtype=dtype)), torch.zeros(T, 1), live)
+    q, k, table = torch.zeros(T, 4, 80, dtype=dtype), torch.zeros(T, 1, 80, dtype=dtype), torch.zeros(9, 32)
+    for interleaved in (False, True):
+        ops.rope(q, k, ids, table, interleaved, live)
+        ops.norm_rope(q, k, weight[:80], weight[:80], 1e-6, ids, table, interleaved, live)
+    ops.embedding(ids, torch.zeros(10, H, dtype=dtype), out)
+    ops.sigmoid_gated_add(x, torch.zeros(T, 1), x, out)
+    ops.argmax(torch.zeros(T, 5000), ids, live)
+    page_table = torch.zeros(4, 4, dtype=torch.int32)
+    ops.advance(ids, ids, ids, ids, ids, page_table, 16, (ids, ids), live)
+    experts = ops.pack_experts(torch.zeros(E, 2 * I, H, dtype=dtype), torch.zeros(E, H, I, dtype=dtype))
+    shares, chosen = torch.zeros(T, 2), torch.zeros(T, 2, dtype=torch.int32)
+    for on_input in (False, True):
+        ops.moe_experts(x, shares, chosen, experts, on_input, out)
+    ops.combine_slots(torch.zeros(6, H), chosen.long(), shares, out)
+    load = torch.zeros(E, dtype=torch.int64)
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "raw_logits"):
+        for renormalize in (False, True):
+            kernel = ops.routing_kernel(RoutingRule(E, 2, scoring, renormalize))
+            assert kernel is not None
+            kernel(torch.zeros(T, E), shares, chosen, live, load, load[:1])
+    grouped = RoutingRule(E, 2, "sigmoid", True, torch.zeros(E), 4, 2, 2.5, 1)
+    kernel = ops.routing_kernel(grouped)
+    assert kernel is not None
+    kernel(torch.zeros(T, E), torch.zeros(T, 3), torch.zeros(T, 3, dtype=torch.int32), live, load, load[:1])
+    ops.linear = TritonOps("cpu", exact=False).linear
+    ops.linear(x, ops.pack_linear(torch.zeros(H, H, dtype=dtype)), out, live)
+
+
+def main() -> None:
+    compiler = Compiler()
+    JITFunction.__getitem__ = lambda kernel, grid: lambda *a, **n: compiler.launch(kernel, grid, *a, **n)
+    for name in sys.argv[1:]:
+        launches(getattr(torch, name))
+    print("compiled", len(compiler.done))
+
+
+if __name__ == "__main__":
+    main()
