@@ -157,6 +157,8 @@ def test_elementwise_and_rows_by_index(ops: TritonOps) -> None:
     out = torch.empty(5, 7, device=DEVICE)
     ops.embedding(ids, table, out)
     assert torch.equal(out, table[ids.clamp(0, 10)])
+    ops.embedding(ids, ops.pack_linear(table), out.zero_())
+    assert torch.equal(out, table[ids.clamp(0, 10)])
     wide = torch.zeros(2, 20, device=DEVICE)
     ops.gather_rows(table, torch.tensor([4, 1], device=DEVICE), wide[:, 3:10])
     assert torch.equal(wide[:, 3:10], table[[4, 1]])

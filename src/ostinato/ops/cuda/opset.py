@@ -13,7 +13,7 @@ import torch
 
 from ostinato.ops.cuda import choice, elementwise, experts, gemm, norms, rotary, routing
 from ostinato.ops.cuda.scratch import Scratch
-from ostinato.ops.opset import RoutingKernel, RoutingRule, Weight, pieces_of
+from ostinato.ops.opset import EmbeddingTable, RoutingKernel, RoutingRule, Weight, pieces_of
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import PadContract
 
@@ -34,7 +34,7 @@ class TritonOps:
         self.rms_norm, self.add_rms_norm = norms.rms_norm, norms.add_rms_norm
         self.layer_norm, self.add_layer_norm = norms.layer_norm, norms.add_layer_norm
         self.rope, self.norm_rope = rotary.rope, rotary.norm_rope
-        self.embedding, self.gather_rows = elementwise.embedding, elementwise.gather_rows
+        self.gather_rows = elementwise.gather_rows
         self.add, self.clamp = elementwise.add, elementwise.clamp
         self.sigmoid_gated_add, self.advance = elementwise.sigmoid_gated_add, elementwise.advance
         self.argmax, self.sample = choice.argmax, choice.sample
@@ -43,6 +43,10 @@ class TritonOps:
     @property
     def name(self) -> str:
         return "triton" if self.exact else "triton.library"
+
+    @property
+    def embeds_packed(self) -> bool:
+        return True
 
     @property
     def pad_contracts(self) -> Mapping[str, PadContract]:
@@ -60,6 +64,11 @@ class TritonOps:
 
     def pack_experts(self, gate_up: Weight, down: Weight) -> experts.TritonExperts:
         return experts.TritonExperts(self._on_device(gate_up), self._on_device(down))
+
+    def embedding(self, ids: torch.Tensor, table: EmbeddingTable, out: torch.Tensor) -> None:
+        rows = table.weight if isinstance(table, gemm.TritonLinear) else table
+        assert isinstance(rows, torch.Tensor), "a table packed by another op set"
+        elementwise.embedding(ids, rows, out)
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         return routing.TritonRouting(rule) if routing.supports(rule) else None
