@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ostinato.server.dashboard.data import About, DashboardData, Quantiles
+from ostinato.server.dashboard.data import About, DashboardData, Graphs, Quantiles
 from ostinato.server.dashboard.recorder import KEPT_SAMPLES, Recorder
 
 ABOUT = About(
@@ -36,8 +36,17 @@ class Clock:
 
 def stats(generated: int = 0, load: Any = None, **scheduler: int) -> dict[str, Any]:
     """Statistics as an engine gives them, one decode bucket and one prefill bucket."""
-    rows = {"captures": 1, "replays": 3, "eager": 0, "real_rows": 7, "pad_rows": 1, "something_new": 2}
+    rows: dict[str, Any] = {
+        "captures": 1,
+        "replays": 3,
+        "advanced": 2,
+        "eager": 0,
+        "real_rows": 7,
+        "pad_rows": 1,
+    }
+    rows |= {"checked": 2, "mismatches": 1, "quarantined": True, "something_new": 2}
     unused = dict.fromkeys(rows, 0) | {"captures": 1}
+    graphs = {"eager_reasons": {"not captured": 2}, "captured_never_replayed": ["decode/16"]}
     return {
         "tokens": {"prompt": 5, "generated": generated},
         "scheduler": {
@@ -49,8 +58,14 @@ def stats(generated: int = 0, load: Any = None, **scheduler: int) -> dict[str, A
             **scheduler,
         },
         "graph": {
-            "decode": {"real_rows": 7, "keys": {"decode/8": rows, "decode/16": unused, "decode/2": rows}},
-            "prefill": {"real_rows": 40, "keys": {"extend/16": rows}},
+            "decode": graphs
+            | {"real_rows": 7, "keys": {"decode/8": rows, "decode/16": unused, "decode/2": rows}},
+            "prefill": {
+                "real_rows": 40,
+                "keys": {"extend/16": rows},
+                "eager_reasons": {"not captured": 1, "quarantined": 4},
+                "captured_never_replayed": [],
+            },
         },
         "expert_load": load,
     }
@@ -129,6 +144,13 @@ def test_buckets_that_served_nothing_are_left_out(recorder: Recorder) -> None:
         ("extend/16", "prefill", 16),
     ]
     assert (buckets[0].real_rows, buckets[0].pad_rows, buckets[0].replays) == (7, 1, 3)
+    assert (buckets[0].advanced, buckets[0].checked, buckets[0].mismatches, buckets[0].quarantined) == (
+        2,
+        2,
+        1,
+        True,
+    )
+    assert recorder.data().graphs == Graphs({"not captured": 3, "quarantined": 4}, 1)
 
 
 def test_recent_expert_load_forgets_after_a_minute(recorder: Recorder, clock: Clock) -> None:

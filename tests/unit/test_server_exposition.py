@@ -13,7 +13,9 @@ from ostinato.config import EngineConfig, ServerConfig
 from ostinato.server.exposition import Exposition
 from ostinato.server.service import Service
 
-KEYS = {"captures": 1, "replays": 7, "eager": 2, "real_rows": 30, "pad_rows": 4}
+KEYS = {"captures": 1, "replays": 7, "advanced": 5, "eager": 2, "real_rows": 30, "pad_rows": 4}
+CHECKED = {"checked": 6, "mismatches": 1, "quarantined": ["decode/8"], "captured_never_replayed": ["a", "b"]}
+UNCHECKED = {"checked": 0, "mismatches": 0, "quarantined": [], "captured_never_replayed": []}
 STATS: dict[str, Any] = {
     "scheduler": {
         "running": 3,
@@ -28,8 +30,9 @@ STATS: dict[str, Any] = {
         "decode": {
             "keys": {"decode/8": KEYS, "decode/8/idle": KEYS | {"replays": 9}},
             "eager_reasons": {"too large": 2},
+            **CHECKED,
         },
-        "prefill": {"keys": {}, "eager_reasons": {}},
+        "prefill": {"keys": {}, "eager_reasons": {}, **UNCHECKED},
     },
     "expert_load": [[1, 3], [0, 0]],
     "prefill_delay": {"delay": 4, "wait_success": 1},
@@ -70,6 +73,12 @@ def test_engine_statistics() -> None:
     assert value("steps_total", kind="decode", bucket="8/idle", how="replays") == 9
     assert value("step_rows_total", kind="decode", bucket="8", rows="pad") == 4
     assert value("eager_steps_total", kind="decode", reason="too large") == 2
+    assert value("advanced_steps_total", kind="decode", bucket="8") == 5
+    assert value("shadow_checks_total", kind="decode") == 6
+    assert value("shadow_mismatches_total", kind="decode") == 1
+    assert value("shadow_mismatches_total", kind="prefill") == 0
+    assert value("quarantined_buckets", kind="decode") == 1
+    assert value("graphs_never_replayed", kind="decode") == 2
     assert value("expert_tokens_total", layer="0", expert="1") == 3
     assert value("expert_load_imbalance", layer="0") == 1.5
     assert ("expert_load_imbalance", frozenset({("layer", "1")})) not in found

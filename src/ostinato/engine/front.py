@@ -295,6 +295,12 @@ def merged_stats(groups: list[dict[str, Any]]) -> dict[str, Any]:
             name: sum(one[key].get(name, 0) for one in groups) if isinstance(value, int) else value
             for name, value in named.items()
         }
+    # Groups that take their steps together have counted the same checks, others their own.
+    first["graph"] = {kind: dict(stats) for kind, stats in first["graph"].items()}
+    for kind, stats in first["graph"].items():
+        for name in ("checked", "mismatches"):
+            stats[name] = max(one["graph"][kind][name] for one in groups)
+        stats["quarantined"] = sorted({key for one in groups for key in one["graph"][kind]["quarantined"]})
     loads = [one["expert_load"] for one in groups]
     if loads[0] is not None:
         first["expert_load"] = torch.tensor(loads).sum(0).tolist()

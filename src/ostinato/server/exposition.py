@@ -44,6 +44,7 @@ class Exposition(Collector):
         yield from self._latencies()
         yield from self._scheduler(self._service.client.stats.get("scheduler", {}))
         yield from self._steps(self._service.client.stats.get("graph", {}))
+        yield from self._checks(self._service.client.stats.get("graph", {}))
         yield from self._experts(self._service.client.stats.get("expert_load"))
 
     def _family(self, kind: type[Any], name: str, text: str, rows: Rows, *labels: str) -> Family:
@@ -118,6 +119,7 @@ class Exposition(Collector):
     def _steps(self, graph: dict[str, Any]) -> Iterator[Family]:
         steps: dict[tuple[str, ...], float] = {}
         rows: dict[tuple[str, ...], float] = {}
+        advanced: dict[tuple[str, ...], float] = {}
         for kind, stats in graph.items():
             for key, counts in stats["keys"].items():
                 bucket = key.partition("/")[2]  # "decode/8/variant": the kind of step has a label of its own
@@ -125,10 +127,29 @@ class Exposition(Collector):
                     steps[kind, bucket, how] = counts[how]
                 for row in ("real", "pad"):
                     rows[kind, bucket, row] = counts[f"{row}_rows"]
+                advanced[kind, bucket] = counts["advanced"]
         reasons = {(k, r): float(n) for k, g in graph.items() for r, n in g["eager_reasons"].items()}
         yield self._counter("steps", "Captures, replays and eager steps", steps, "kind", "bucket", "how")
         yield self._counter("step_rows", "Rows computed, real and padding", rows, "kind", "bucket", "rows")
         yield self._counter("eager_steps", "Eager steps by reason", reasons, "kind", "reason")
+        yield self._counter(
+            "advanced_steps", "Replays whose inputs were made on the device", advanced, "kind", "bucket"
+        )
+
+    def _checks(self, graph: dict[str, Any]) -> Iterator[Family]:
+        def by_kind(name: str) -> Rows:
+            values = {(kind,): stats[name] for kind, stats in graph.items()}
+            return {kind: len(value) if isinstance(value, list) else value for kind, value in values.items()}
+
+        yield self._counter(
+            "shadow_checks", "Replays that were run again eagerly", by_kind("checked"), "kind"
+        )
+        yield self._counter("shadow_mismatches", "Those that differed", by_kind("mismatches"), "kind")
+        yield self._gauge(
+            "quarantined_buckets", "Buckets that run eagerly since", by_kind("quarantined"), "kind"
+        )
+        unused = by_kind("captured_never_replayed")
+        yield self._gauge("graphs_never_replayed", "Graphs captured and not replayed so far", unused, "kind")
 
     def _experts(self, counts: list[list[int]] | None) -> Iterator[Family]:
         if counts is None:

@@ -57,16 +57,31 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Served steps of one padded size: how they ran, and their rows. `key` is spelled as in `Engine.stats()`."""
+    """Served steps of one padded size: how they ran, and their rows. `key` is spelled as in `Engine.stats()`.
+
+    advanced: replays whose inputs were made on the device; checked: those that were run again eagerly, of which
+    `mismatches` differed; quarantined: so its steps run eagerly.
+    """
 
     key: str
     kind: str
     size: int
     captures: int
     replays: int
+    advanced: int
     eager: int
     real_rows: int
     pad_rows: int
+    checked: int
+    mismatches: int
+    quarantined: bool
+
+
+class Graphs(msgspec.Struct, frozen=True):
+    """Of all buckets: eager steps by reason, and graphs that were captured and have not replayed so far."""
+
+    eager_reasons: dict[str, int]
+    never_replayed: int
 
 
 class ExpertLoad(msgspec.Struct, frozen=True):
@@ -90,7 +105,7 @@ class DashboardData(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer. `state` is one word for people: ready, starting, draining, engine lost.
 
     `samples` are those with a number above `after`, oldest first, as far back as the server remembers. The rest is as
-    of the last sample; `totals` is None, and the lists are empty, before the first one.
+    of the last sample; `totals` and `graphs` are None, and the lists are empty, before the first one.
     """
 
     about: About
@@ -99,4 +114,5 @@ class DashboardData(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Sample]
     totals: Totals | None
     buckets: list[Bucket]
+    graphs: Graphs | None
     expert_load: ExpertLoad | None

@@ -10,7 +10,7 @@ engine was started again) counts from zero, so that no rate is negative.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +22,7 @@ from ostinato.server.dashboard.data import (
     Bucket,
     DashboardData,
     ExpertLoad,
+    Graphs,
     Quantiles,
     Sample,
     Totals,
@@ -31,7 +32,17 @@ KEPT_SAMPLES = 600
 RECENT_S = 60.0  # span of the "recent" expert load
 _LOAD_EVERY = 5  # samples between two kept snapshots of the expert load
 
-_SHOWN = ("captures", "replays", "eager", "real_rows", "pad_rows")
+_SHOWN = (
+    "captures",
+    "replays",
+    "advanced",
+    "eager",
+    "real_rows",
+    "pad_rows",
+    "checked",
+    "mismatches",
+    "quarantined",
+)
 
 Load = npt.NDArray[np.int64]
 
@@ -55,6 +66,7 @@ class Recorder:
         self._e2e: list[float] = []
         self._totals: Totals | None = None
         self._buckets: list[Bucket] = []
+        self._graphs: Graphs | None = None
         self._loads: deque[tuple[float, Load]] = deque()
         self._load: ExpertLoad | None = None
 
@@ -106,6 +118,7 @@ class Recorder:
         )
         self._totals = _totals(stats)
         self._buckets = _buckets(stats["graph"])
+        self._graphs = _graphs(stats["graph"])
         self._note_load(now, stats["expert_load"])
 
     def _since(self, name: str, value: int) -> int:
@@ -144,6 +157,7 @@ class Recorder:
             samples=[sample for sample in self._samples if sample.number > after],
             totals=self._totals,
             buckets=self._buckets,
+            graphs=self._graphs,
             expert_load=self._load,
         )
 
@@ -181,3 +195,10 @@ def _buckets(graph: Mapping[str, Mapping[str, Any]]) -> list[Bucket]:
                 shown = {name: counts[name] for name in _SHOWN}
                 buckets.append(Bucket(key=key, kind=kind, size=int(key.split("/")[1]), **shown))
     return sorted(buckets, key=lambda bucket: (bucket.kind, bucket.size, bucket.key))
+
+
+def _graphs(graph: Mapping[str, Mapping[str, Any]]) -> Graphs:
+    reasons: Counter[str] = Counter()
+    for stats in graph.values():
+        reasons.update(stats["eager_reasons"])
+    return Graphs(dict(reasons), sum(len(stats["captured_never_replayed"]) for stats in graph.values()))

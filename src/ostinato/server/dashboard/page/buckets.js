@@ -1,6 +1,6 @@
 // The table of buckets: how many of the rows that steps computed were real, and how the steps ran.
 
-import { amount, percent } from "/dashboard/scale.js";
+import { amount, percent, things } from "/dashboard/scale.js";
 
 function cell(text, kind = "td", className = "") {
   const element = document.createElement(kind);
@@ -22,22 +22,37 @@ function bar(bucket, share) {
   return box;
 }
 
-/** Fill the table; buckets as in the server's data. */
-export function showBuckets(buckets) {
+/** What the table's rows do not say, in one line. */
+function remarks(buckets, graphs) {
+  const said = Object.entries(graphs?.eager_reasons ?? {}).map(([reason, steps]) => `${amount(steps)} ${reason}`);
+  const lines = said.length ? [`Eager steps: ${said.join(", ")}.`] : [];
+  const sum = (name) => buckets.reduce((total, bucket) => total + bucket[name], 0);
+  if (sum("checked")) lines.push(`${things(sum("checked"), "replay")} checked, ${amount(sum("mismatches"))} differed.`);
+  if (graphs?.never_replayed) lines.push(`${things(graphs.never_replayed, "graph")} captured, not replayed so far.`);
+  return lines.join(" ");
+}
+
+/** Fill the table; buckets and graphs as in the server's data. */
+export function showBuckets(buckets, graphs) {
   const rows = buckets.map((bucket) => {
     const share = bucket.pad_rows / (bucket.real_rows + bucket.pad_rows);
     const name = cell(bucket.key.replaceAll("/", " "), "th");
     name.scope = "row";
     const row = document.createElement("tr");
     row.append(name, bar(bucket, share));
-    for (const text of [percent(share), amount(bucket.replays), amount(bucket.eager)]) {
-      row.append(cell(text, "td", "number"));
+    const counts = [bucket.captures, bucket.replays, bucket.advanced, bucket.eager, bucket.checked].map(amount);
+    for (const text of [percent(share), ...counts]) row.append(cell(text, "td", "number"));
+    if (bucket.quarantined) {
+      row.className = "quarantined";
+      name.title = "A replay differed from an eager run: its steps run eagerly since";
+      name.append(" – quarantined");
     }
     return row;
   });
   document.getElementById("buckets").replaceChildren(...rows);
   document.getElementById("buckets-empty").hidden = rows.length > 0;
   document.querySelector(".buckets").hidden = rows.length === 0;
+  document.getElementById("graph-note").textContent = remarks(buckets, graphs);
   const real = buckets.reduce((sum, bucket) => sum + bucket.real_rows, 0);
   const pads = buckets.reduce((sum, bucket) => sum + bucket.pad_rows, 0);
   document.getElementById("padding-note").textContent =

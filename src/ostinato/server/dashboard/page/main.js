@@ -142,7 +142,7 @@ function take(data) {
   chat.configure(data.about);
   drawCharts();
   drawLoad();
-  showBuckets(data.buckets);
+  showBuckets(data.buckets, data.graphs);
 }
 
 // ---- polling ----
