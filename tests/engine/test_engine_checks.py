@@ -125,7 +125,7 @@ def test_which_steps_are_due_follows_from_their_number() -> None:
     )
 
     def due(rate: float, shape: StepShape = four) -> list[bool]:
-        checks = StepChecks(CheckOptions(rate), lambda found: (), None, False)
+        checks = StepChecks(CheckOptions(rate), lambda found: (), None)
         return [checks.due(runner, shape) for _ in range(4000)]
 
     assert due(0.05) == due(0.05)

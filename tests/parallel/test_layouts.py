@@ -15,7 +15,7 @@ from ostinato.engine.request import RequestOutput
 from ostinato.parallel.shm import shm_supported
 from ostinato.parallel.topology import Topology
 
-from .table import LENGTHS, PARAMS, PROMPTS, SMALL, same
+from .table import LENGTHS, PARAMS, PROMPTS, SMALL, Way, difference, play, same
 
 pytestmark = pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
 
@@ -67,7 +67,9 @@ def test_dense_groups_exchange_no_votes(
 def test_one_request_beside_idle_ranks(
     alone: Callable[..., list[RequestOutput]], checkpoint: Callable[[str], Path], ensembles: ModuleType
 ) -> None:
-    """dp 4 and one request at a time: three ranks take part with nothing, and count no load."""
+    """dp 4 and one request at a time: three ranks take part with pads alone, which count as no load and cost no expert
+    work: each rank computes what the busy one's rows send to its experts, and the others' rows send nothing.
+    """
     with ensembles.ensemble(Topology(4, 4, 4), model=str(checkpoint("mixtral")), **SMALL) as ranks:
         for i, expected in enumerate(alone("mixtral")):
             same(ranks.generate([PROMPTS[i]], [PARAMS[i]]), [expected])
@@ -78,6 +80,35 @@ def test_one_request_beside_idle_ranks(
         assert stats["tokens"]["prompt"] == sum(LENGTHS)
         busy = [engine.stats()["expert_load"] for engine in ranks.engines if engine is not ranks.front]
         assert all(not any(map(any, load)) for load in busy), "ranks without requests counted load"
+        assert stats["graph"]["decode"]["replays"] > 0, "equal slots for all ranks"
+        computed = [rank["computed"] for rank in stats["parallel"]["expert_rows"]]
+        assert computed == [
+            sum(sum(layer[2 * r : 2 * r + 2]) for layer in stats["expert_load"]) for r in range(4)
+        ]
+        assert [rank["fetched"] for rank in stats["parallel"]["expert_rows"]] == [sum(layers), 0, 0, 0]
+
+
+@pytest.mark.parametrize("dispatch", ["sharded", "all_to_all"])
+def test_rows_of_experts_are_counted_where_they_run(
+    dispatch: str, checkpoint: Callable[[str], Path], ensembles: ModuleType
+) -> None:
+    """Experts sliced over pairs of ranks: both of a pair compute its rows, a slice of each."""
+    model = str(checkpoint("mixtral"))
+    with ensembles.ensemble(Topology(4, 2, 2), model=model, dispatch=dispatch, **SMALL) as ranks:
+        ranks.generate(PROMPTS, PARAMS)
+        stats = ranks.front.stats()
+        shares = [sum(sum(layer[first : first + 4]) for layer in stats["expert_load"]) for first in (0, 4)]
+        rows = stats["parallel"]["expert_rows"]
+        assert [rank["computed"] for rank in rows] == [shares[0], shares[0], shares[1], shares[1]]
+        assert sum(rank["fetched"] for rank in rows) == sum(shares)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "llama4"])
+def test_a_shared_expert_counts_once(family: str, checkpoint: Callable[[str], Path]) -> None:
+    """Behind a gate and without one, with experts that have replicas: tp = dp = ep = 4 has the bits of one rank."""
+    alone = play(checkpoint(family), Topology(), Way(graph="eager"))
+    found = play(checkpoint(family), Topology(4, 4, 4), Way(redundant=4))
+    assert difference(found, alone) == 0.0
 
 
 def test_load_is_counted_once_where_rows_are_shared(

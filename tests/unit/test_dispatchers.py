@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from ostinato.moe.all_to_all import AllToAllDispatcher
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.gathered import GatheredDispatcher
 from ostinato.moe.layer import MoELayer, reserve_moe_buffers
+from ostinato.moe.load import ExpertRows
 from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths, check_distinct, plan_home, rounded_pairs
+from ostinato.moe.placement import ExpertPlacement
 from ostinato.moe.topk import TopKConfig
 from ostinato.ops.cpu.opset import open_numba_ops
 from ostinato.ops.opset import OpSet
@@ -31,6 +34,10 @@ from ostinato.parallel.topology import Topology
 
 pytestmark = pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
 E, H, INTER, K, ROWS = 8, 64, 32, 3, 8
+SHARED = E - 1
+SLOTS = (0, 1, 2, 3, 4, 5, 6, 0, 1, 1, 2, 4)
+"""With a fused shared expert, the last: the routed ones in slots, some of them twice; the shared one lies behind each
+rank's own."""
 
 
 def _groups(ranks: tuple[int, ...]) -> list[Group]:
@@ -68,6 +75,12 @@ class Weights:
         gate, up = self.gate_up[mine].chunk(2, 1)
         return torch.cat((gate[:, cut], up[:, cut]), 1), self.down[mine][:, :, cut].contiguous()
 
+    def with_shared(self, at: Topology) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts in this rank's slots, and its copy of the shared one."""
+        count = len(SLOTS) // at.ep
+        mine = [*SLOTS[at.ep_rank * count : (at.ep_rank + 1) * count], SHARED]
+        return self.gate_up[mine], self.down[mine]
+
 
 def _layer(
     ops: OpSet,
@@ -75,17 +88,22 @@ def _layer(
     experts: tuple[torch.Tensor, torch.Tensor],
     dispatcher: Dispatcher,
     on_input: bool,
+    *,
+    fused: bool = False,
+    placement: ExpertPlacement | None = None,
 ) -> MoELayer:
-    workspace = Workspace()
-    reserve_moe_buffers(workspace, ROWS, hidden_size=H, num_experts=E, top_k=K, dtype=weights.router.dtype)
+    workspace, dtype = Workspace(), weights.router.dtype
+    reserve_moe_buffers(workspace, ROWS, hidden_size=H, num_experts=E, top_k=K, dtype=dtype)
+    router = weights.router[:SHARED] if fused else weights.router
     return MoELayer(
         ops=ops,
         workspace=workspace,
-        topk=TopKConfig(top_k=K),
-        router=ops.pack_linear(weights.router, out_dtype=torch.float32),
+        topk=TopKConfig(top_k=K, num_fused_shared_experts=int(fused)),
+        router=ops.pack_linear(router, out_dtype=torch.float32),
         experts=ops.pack_experts(*experts),
         dispatcher=dispatcher,
         weights_on_input=on_input,
+        placement=placement,
     )
 
 
@@ -109,9 +127,12 @@ def _x(dp_rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(rows, H, generator=torch.Generator().manual_seed(dp_rank)).to(dtype)
 
 
-def _whole(name: str, dtype: torch.dtype, on_input: bool, case: Case) -> list[torch.Tensor]:
+def _whole(
+    name: str, dtype: torch.dtype, on_input: bool, case: Case, *, fused: bool = False
+) -> list[torch.Tensor]:
     weights = Weights.of(dtype)
-    layer = _layer(_ops(name), weights, (weights.gate_up, weights.down), LocalDispatcher(), on_input)
+    experts = weights.gate_up, weights.down
+    layer = _layer(_ops(name), weights, experts, LocalDispatcher(), on_input, fused=fused)
     found = []
     for d, (live, width) in enumerate(zip(case.live, case.width, strict=True)):
         out = torch.empty(width, H, dtype=dtype)
@@ -120,18 +141,18 @@ def _whole(name: str, dtype: torch.dtype, on_input: bool, case: Case) -> list[to
     return found
 
 
-Make = Callable[[Topology, Group, Group, OpSet, PairBuffers, StepWidths, bool], Dispatcher]
+Make = Callable[[ExpertShare, Group, Group, OpSet, PairBuffers, StepWidths, bool], Dispatcher]
 
 
 def _gathered(sharded: bool) -> Make:
-    return lambda at, world, attn, ops, b, w, on: GatheredDispatcher(
-        world, attn, ExpertShare(at, E // at.ep), ops, b, w, on, sharded
+    return lambda share, world, attn, ops, b, w, on: GatheredDispatcher(
+        world, attn, share, ops, b, w, on, sharded
     )
 
 
 def _all_to_all(capacity: int | None) -> Make:
-    return lambda at, world, attn, ops, b, w, on: AllToAllDispatcher(
-        world, attn, ExpertShare(at, E // at.ep), ops, b, w, on, capacity
+    return lambda share, world, attn, ops, b, w, on: AllToAllDispatcher(
+        world, attn, share, ops, b, w, on, capacity
     )
 
 
@@ -152,6 +173,7 @@ def _ranks(
     *,
     on_input: bool = False,
     tape: bool = False,
+    fused: bool = False,
 ) -> list[list[torch.Tensor]]:
     """What every rank finds in each case."""
     make, slots_travel, capacity = WAYS[way]
@@ -166,8 +188,15 @@ def _ranks(
             at, max_rows=ROWS, hidden_size=H, top_k=K, dtype=dtype, all_to_all=slots_travel, capacity=capacity
         )
         attn = attns[at.attn_dp_rank][at.attn_tp_rank]
-        dispatcher = make(at, worlds[rank], attn, ops, buffers, widths, on_input)
-        layer = _layer(ops, weights, weights.share(at), dispatcher, on_input)
+        share, experts, placement = ExpertShare(at, E // at.ep), weights.share(at), None
+        if fused:
+            share, experts = ExpertShare(at, len(SLOTS) // at.ep + 1), weights.with_shared(at)
+            leader = at.at(at.leader_of_each()[rank])  # ranks that have the same rows name the same copy
+            placement = ExpertPlacement.of_slots(SLOTS, SHARED).with_shared_slots(
+                ep_size=at.ep, ep_rank=leader.ep_rank, num_shared=1
+            )
+        dispatcher = make(share, worlds[rank], attn, ops, buffers, widths, on_input)
+        layer = _layer(ops, weights, experts, dispatcher, on_input, fused=fused, placement=placement)
         found, graph = [], None
         x, count = torch.empty(ROWS, H, dtype=dtype), torch.empty(1, dtype=torch.int32)
         out = torch.empty(ROWS, H, dtype=dtype)
@@ -251,24 +280,54 @@ def test_replay_follows_the_counts(way: str) -> None:
         assert all(torch.equal(found[i], whole[rank]) for rank, found in enumerate(ranks)), i
 
 
-def test_idle_rank_runs_no_expert_rows() -> None:
-    """One busy and one idle rank, equal slots: pairs in all are the busy rank's, none are pads."""
-    at, total = Topology(2, 2, 2), []
+class _CountingOps(ReferenceOps):
+    """Counts the rows that it is given to compute."""
+
+    rows = 0
+
+    def moe_experts(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *rest: Any) -> None:
+        self.rows += int((ids >= 0).sum())
+        super().moe_experts(x, weights, ids, *rest)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_idle_rank_costs_no_expert_rows(way: str) -> None:
+    """One busy and one idle rank, equal slots: rows in all are the busy rank's, none are pads."""
+    at, (make, slots_travel, capacity) = Topology(2, 2, 2), WAYS[way]
     worlds = _groups((0, 1))
     weights = Weights.of(torch.float32)
 
-    def run(rank: int) -> int:
-        here, ops = at.at(rank), ReferenceOps()
-        buffers = PairBuffers.reserve(here, max_rows=ROWS, hidden_size=H, top_k=K, dtype=torch.float32)
-        way = _gathered(False)(here, worlds[rank], SingleGroup(), ops, buffers, StepWidths((4, 4)), False)
-        layer = _layer(ops, weights, weights.share(here), way, False)
+    def run(rank: int) -> tuple[int, dict[str, int]]:
+        here, ops, computed = at.at(rank), _CountingOps(), ExpertRows(live=True)
+        sizes = {"max_rows": ROWS, "hidden_size": H, "top_k": K, "capacity": capacity}
+        buffers = PairBuffers.reserve(
+            here, dtype=torch.float32, all_to_all=slots_travel, computed=computed, **sizes
+        )
+        share = ExpertShare(here, E // here.ep)
+        made = make(share, worlds[rank], SingleGroup(), ops, buffers, StepWidths((4, 4)), False)
+        layer = _layer(ops, weights, weights.share(here), made, False)
         count = torch.tensor([3 if rank == 0 else 0], dtype=torch.int32)
         layer.forward(EagerStream(), _x(rank, 4, torch.float32), count, torch.empty(4, H))
-        return buffers.num_pairs
+        return ops.rows, computed.as_dict()
 
     with ThreadPoolExecutor(2) as pool:
-        total = list(pool.map(run, range(2)))
-    assert sum(total) == 3 * K
+        found = list(pool.map(run, range(2)))
+    assert [rows for rows, _ in found] == [counts["computed"] for _, counts in found]
+    assert sum(rows for rows, _ in found) == 3 * K
+    assert [counts["fetched"] for _, counts in found] == [3 * K, 0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", [(4, 4, 4), (4, 1, 4), (2, 2, 2)], ids=str)
+def test_fused_shared_experts_count_once(layout: tuple[int, int, int], way: str) -> None:
+    """A shared expert as a column of the routed ones, in a slot of its own on each rank, beside replicas of others."""
+    at = Topology(*layout)
+    cases = _cases(at.dp)[:1]
+    whole = _whole("numba", torch.bfloat16, False, cases[0], fused=True)
+    plain = _whole("numba", torch.bfloat16, False, cases[0])
+    assert not torch.equal(whole[0][:3], plain[0][:3]), "the shared expert changes nothing"
+    for rank, found in enumerate(_ranks(at, way, "numba", torch.bfloat16, cases, fused=True)):
+        assert torch.equal(found[0], whole[at.at(rank).attn_dp_rank]), f"rank {rank}"
 
 
 def test_overflow_is_counted_and_raised_everywhere() -> None:
@@ -280,7 +339,8 @@ def test_overflow_is_counted_and_raised_everywhere() -> None:
             here, max_rows=ROWS, hidden_size=H, top_k=K, dtype=torch.float32, all_to_all=True, capacity=2
         )
         guard = buffers.pairs.data[4:].clone()
-        way = _all_to_all(2)(here, worlds[rank], SingleGroup(), ops, buffers, StepWidths((4, 4)), False)
+        share = ExpertShare(here, E // here.ep)
+        way = _all_to_all(2)(share, worlds[rank], SingleGroup(), ops, buffers, StepWidths((4, 4)), False)
         ids = torch.tensor([[0, 1, 2], [4, 5, -1]], dtype=torch.int32)  # three slots to rank 0, two to rank 1
         try:
             way.dispatch(EagerStream(), torch.zeros(2, H), torch.zeros(2, K), ids, torch.empty(2, H))

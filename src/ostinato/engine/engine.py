@@ -349,6 +349,11 @@ class Engine:
         """Give back what other processes hold for this engine; it cannot step afterwards."""
         self.world.close()
 
+    def expert_rows(self) -> dict[str, int]:
+        """Rows that this rank's experts computed, and that came home to it; counted where ranks exchange rows."""
+        load = self.worker.load
+        return {} if load is None else load.rows.as_dict()
+
     def stats(self) -> dict[str, Any]:
         """Plain values: model, tokens, scheduler, graph accounting, expert load."""
         model = self.model_config

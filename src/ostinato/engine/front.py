@@ -107,6 +107,7 @@ class FrontEngine(Engine):
         self._queued: dict[str, Request] = {}  # of the own group, not yet in this engine
         self._remote: dict[str, RemoteRequest] = {}
         self._told: list[dict[str, Any]] = []
+        self._expert_rows: list[dict[str, int]] = []
         self._answers: list[bytes] = []
         self._aborted: RequestOutput | None = None
         self._broken: str = ""
@@ -204,13 +205,18 @@ class FrontEngine(Engine):
             if round_.op == "step":
                 self._advance()
             answer = self.run_program(round_.message) if round_.op == "call" else b""
-            news = self._courier.gather(News(digest=self.digest, answer=answer))
+            mine = News(digest=self.digest, answer=answer)
+            if round_.op == "tell":
+                mine.expert_rows = self.expert_rows()
+            news = self._courier.gather(mine)
             self._compare(news)
         except BaseException as error:
             self._give_up(error)
             raise
         self._told = [json.loads(one.stats) for one in news if one.stats]
         self._answers = [one.answer for one in news]
+        if round_.op == "tell":
+            self._expert_rows = [one.expert_rows for one in news]
         return [delta for one in news for delta in one.deltas]
 
     def _compare(self, news: list[News]) -> None:
@@ -256,6 +262,7 @@ class FrontEngine(Engine):
                 "router": dict(self.router.counts),
                 "kv_tokens": list(self.router.tokens),
                 "groups": [one["scheduler"] for one in (own, *self._told)],
+                "expert_rows": list(self._expert_rows),
             }
         }
 

@@ -177,7 +177,11 @@ def _worker(
     moe = model_config.moe
     kernels = choose_kernels(config, pool, report, mixture=moe is not None)
     ops, attention = kernels.ops, kernels.attention
-    load = None if moe is None else ExpertLoad(model_config.num_layers, plan.num_physical(moe.num_experts))
+    load = None
+    if moe is not None:
+        slots, leads = plan.num_physical(moe.num_experts), plan.topology.is_leader
+        load = ExpertLoad(model_config.num_layers, slots, leads=leads)
+        plan = replace(plan, computed=load.rows)
     model = load_model(
         directory,
         ops=ops,

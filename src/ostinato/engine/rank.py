@@ -76,8 +76,10 @@ def follow(engine: Engine, world: World) -> None:
             deltas = engine.step_deltas()
             if topology.is_leader:
                 news.deltas = deltas
-        elif topology.is_leader:
-            news.stats = json.dumps(engine.stats()).encode()
+        else:
+            news.expert_rows = engine.expert_rows()
+            if topology.is_leader:
+                news.stats = json.dumps(engine.stats()).encode()
         news.digest = engine.digest
         courier.gather(news)
 

@@ -55,13 +55,14 @@ class Round(msgspec.Struct, array_like=True):
 
 class News(msgspec.Struct, array_like=True):
     """What a rank sends after a round: leaders their news, or, after a "tell", statistics as JSON; all their digest,
-    and after a "call" their answer.
+    after a "call" their answer, and after a "tell" the rows that their experts computed.
     """
 
     deltas: list[SequenceDelta] = []
     stats: bytes = b""
     digest: int = 0
     answer: bytes = b""
+    expert_rows: dict[str, int] = {}
 
 
 def params_as_dict(params: SamplingParams) -> dict[str, Any]:

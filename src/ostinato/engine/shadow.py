@@ -78,7 +78,6 @@ class StepChecks:
         options: CheckOptions,
         agree: Callable[[bool], tuple[int, ...]],
         load: ExpertLoad | None,
-        counts_load: bool,
     ) -> None:
         self.options = options
         self.steps = 0
@@ -86,7 +85,7 @@ class StepChecks:
         self._on = options.rate > 0 or options.trace_steps > 0
         self._to_record = options.trace_steps
         self._agree = agree
-        self._load = load if counts_load else None
+        self._load = load
 
     def due(self, runner: Runner, shape: StepShape) -> bool:
         """Count a step that is about to run; whether a graph will serve it, and it is to be checked."""

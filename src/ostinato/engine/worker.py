@@ -102,9 +102,8 @@ class Worker:
         self.rules = rules
         self.coordinator = coordinator or Coordinator.of(single_world(), rules, StepWidths(), depends=False)
         self.rebalancer = rebalancer
-        self._counts_load = self.coordinator.world.topology.is_leader
         self.options = options
-        self.checks = StepChecks(options.checks, self.coordinator.objectors, load, self._counts_load)
+        self.checks = StepChecks(options.checks, self.coordinator.objectors, load)
         self._attention = attention
         self._eager = EagerStream()
         self._chooser = Chooser(options.max_bs, model.ops)
@@ -125,7 +124,7 @@ class Worker:
         self._graph_backend = backend
         self.prefill = self.prefill_runner(self.coordinator.prefill.mode)
         if load is not None:
-            load.set_live(self._counts_load)
+            load.set_live(True)
 
     def _runner(
         self,
@@ -203,7 +202,7 @@ class Worker:
             stage = f"Capturing {mode.value} steps"
             runner.capture(shapes, self._capture_batch, progress=_progress(report, stage))
         if self.load is not None:
-            self.load.set_live(self._counts_load)
+            self.load.set_live(True)
 
     def _capture_batch(self, shape: StepShape) -> ForwardBatch:
         self.coordinator.dummy(shape.padded_num_tokens)

@@ -21,6 +21,7 @@ from ostinato.moe.all_to_all import AllToAllDispatcher
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.gathered import GatheredDispatcher
 from ostinato.moe.layer import MoELayer
+from ostinato.moe.load import ExpertRows
 from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths
 from ostinato.moe.placement import ExpertPlacement
 from ostinato.moe.rebalance import PlacedLayer
@@ -96,12 +97,14 @@ class ParallelPlan:
     """How a model is spread over ranks. `widths` is set before each step, by whoever decides about it.
 
     dispatch: "gathered", "sharded" or "all_to_all". layers: experts by layer where they are not the plain ones.
+    computed: where dispatchers count rows.
     """
 
     world: World = field(default_factory=single_world)
     widths: StepWidths = field(default_factory=StepWidths)
     dispatch: str = "gathered"
     layers: Mapping[int, LayerExperts] = field(default_factory=lambda: MappingProxyType({}))
+    computed: ExpertRows | None = None
 
     @property
     def topology(self) -> Topology:
@@ -148,6 +151,7 @@ class ParallelPlan:
             top_k=moe.top_k,
             dtype=config.dtype,
             all_to_all=travels,
+            computed=self.computed,
         )
         first, last = Sharding(topology).span("experts", self.num_physical(moe.num_experts))
         share = ExpertShare(topology, last - first)

@@ -107,6 +107,7 @@ class AllToAllDispatcher:
         self.world.all_to_all(self._parcel(sent), sent, b.pairs.data, arriving)
         b.close_pairs(sum(arriving))
         self._plan(home, own, weights[start : start + count], sent, arriving)
+        b.computed.count(int(told[:, topology.rank].sum()), len(home.order))
 
     def _check_room(self, told: torch.Tensor) -> None:
         """Refuse, on every rank alike, a step in which some rank gets more than there is room for."""

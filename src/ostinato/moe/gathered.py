@@ -126,6 +126,7 @@ class GatheredDispatcher:
         else:  # what the leader brought goes to all that share its rows
             b.counts_out = [brought[leader] for leader in self._leaders]
         home = plan_home(self.share.owners(own), topology)
+        b.computed.count(len(at), len(home.order))
         cast("Any", b.places.numpy())[: len(own)] = home.places
         b.owner_counts = home.counts
         b.counts_home = [home.counts[ep_rank] for ep_rank in self._ep_ranks]

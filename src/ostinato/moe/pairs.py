@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ostinato.errors import ParallelError
+from ostinato.moe.load import ExpertRows
 from ostinato.parallel.topology import Topology
 
 Array = np.ndarray[Any, Any]
@@ -134,7 +135,7 @@ class PairBuffers:
     """Everything that dispatch and combine write, shared by all layers: one layer runs after the other.
 
     send holds own rows; gathered the rows of all ranks, or the slots that go out; pairs the work that landed here;
-    results theirs, which go to home.
+    results theirs, which go to home. computed: where pairs are counted.
     """
 
     send: Parcel
@@ -150,6 +151,7 @@ class PairBuffers:
     counts_out: list[int] = field(default_factory=list)
     counts_home: list[int] = field(default_factory=list)
     owner_counts: tuple[int, ...] = ()
+    computed: ExpertRows = field(default_factory=ExpertRows)
 
     @classmethod
     def reserve(
@@ -162,6 +164,7 @@ class PairBuffers:
         dtype: torch.dtype,
         all_to_all: bool = False,
         capacity: int | None = None,
+        computed: ExpertRows | None = None,
     ) -> PairBuffers:
         """Buffers for steps of up to `max_rows` rows on each data-parallel rank; by `all_to_all`, slots travel instead
         of rows, `capacity` of them between two ranks if given.
@@ -182,6 +185,7 @@ class PairBuffers:
             home=torch.empty(max(slots, 1), hidden_size),
             places=torch.empty(max_rows, top_k, dtype=torch.int64),
             ones=torch.ones(max_rows, top_k),
+            computed=computed or ExpertRows(),
         )
 
     def close_pairs(self, n: int) -> None:

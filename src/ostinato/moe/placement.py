@@ -75,7 +75,8 @@ class ExpertPlacement:
     replicas;
         None for the identity.
     num_replicas: int64 [num_logical]; None where every expert has one.
-    ep_rank: the rank whose copies of the shared experts this rank's tokens use.
+    ep_rank: the rank whose copies of the shared experts this rank's tokens use; one for all ranks that have
+    the same rows.
     shared_weight_scale: factor on the weight of shared experts; 1 / ep_size where a later all-reduce sums
     them
         ep_size times.
