@@ -177,11 +177,7 @@ def _worker(
     moe = model_config.moe
     kernels = choose_kernels(config, pool, report, mixture=moe is not None)
     ops, attention = kernels.ops, kernels.attention
-    load = None
-    if moe is not None:
-        slots, leads = plan.num_physical(moe.num_experts), plan.topology.is_leader
-        load = ExpertLoad(model_config.num_layers, slots, leads=leads)
-        plan = replace(plan, computed=load.rows)
+    load = _expert_load(model_config, plan)
     model = load_model(
         directory,
         ops=ops,
@@ -192,7 +188,7 @@ def _worker(
         max_positions=sizes.context_length,
         consumers=lambda layer: Consumers(layer, load),
         progress=lambda done, total: report("Loading weights", done, total),
-        parallel=plan,
+        parallel=plan if load is None else replace(plan, computed=load.rows),
     )
     kernels.finish()
     options = WorkerOptions(
@@ -203,12 +199,7 @@ def _worker(
         checks=_checks(config, directory, pool, plan, kernels),
     )
     depends = moe is not None and plan.topology.dp > 1
-    shares = plan.topology.attn_tp if plan.shares_rows and moe else 1
-    if sizes.max_bs % shares:
-        raise ConfigError(
-            f"dispatch {config.dispatch!r} shares rows out over attn_tp {shares}, max_running_requests {sizes.max_bs} "
-            f"/ {shares} = {sizes.max_bs / shares:g}; use {align_up(sizes.max_bs, shares)}"
-        )
+    shares = _row_shares(config, sizes, plan) if moe else 1
     backend = _backend(config)
     ability, slots = _prefill_graphs(config, attention, backend, sizes, plan)
     rules = shape_rules(config, sizes, shares)
@@ -227,6 +218,25 @@ def _worker(
         prefill=ability,
     )
     return Worker(model, attention, pool, backend, rules, options, load, coordinator, rebalancer)
+
+
+def _expert_load(model: ModelConfig, plan: ParallelPlan) -> ExpertLoad | None:
+    """Counters of a model that has experts."""
+    if model.moe is None:
+        return None
+    slots, leads = plan.num_physical(model.moe.num_experts), plan.topology.is_leader
+    return ExpertLoad(model.num_layers, slots, leads=leads)
+
+
+def _row_shares(config: EngineConfig, sizes: Sizes, plan: ParallelPlan) -> int:
+    """Ranks that share a step's rows out evenly among them. Raises ConfigError when the largest step does not divide."""
+    shares = plan.topology.attn_tp if plan.shares_rows else 1
+    if sizes.max_bs % shares:
+        raise ConfigError(
+            f"dispatch {config.dispatch!r} shares rows out over attn_tp {shares}, max_running_requests {sizes.max_bs} "
+            f"/ {shares} = {sizes.max_bs / shares:g}; use {align_up(sizes.max_bs, shares)}"
+        )
+    return shares
 
 
 def _prefill_graphs(
