@@ -229,7 +229,7 @@ def _expert_load(model: ModelConfig, plan: ParallelPlan) -> ExpertLoad | None:
 
 
 def _row_shares(config: EngineConfig, sizes: Sizes, plan: ParallelPlan) -> int:
-    """Ranks that share a step's rows out evenly among them. Raises ConfigError when the largest step does not divide."""
+    """Ranks that share out a step's rows evenly. Raises ConfigError when the largest step does not divide."""
     shares = plan.topology.attn_tp if plan.shares_rows else 1
     if sizes.max_bs % shares:
         raise ConfigError(
