@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from ostinato.parallel.collectives import Group, all_reduce
 from ostinato.parallel.rendezvous import join
-from ostinato.parallel.shm import Watchdog
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 CALLS = 200
 PAYLOADS = (56, 4 << 10, 64 << 10, 1 << 20)

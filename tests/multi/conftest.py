@@ -13,8 +13,8 @@ import torch
 from torch.distributed import TCPStore
 
 from ostinato.parallel.rendezvous import World, join
-from ostinato.parallel.shm import Watchdog
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 PATIENCE_S = 60
 GONE = "gone"

@@ -132,18 +132,46 @@ def test_ranks_end_with_rank_0() -> None:
         _wait_for_end([process.pid, *pids])
 
 
-def test_a_stopped_rank_is_named_in_time() -> None:
-    """Hanging, not dead: only the watchdog can tell."""
-    llm = LLM(progress=False, threads=1, dp_size=2, rank_timeout=1)
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_rank_stopped_amid_steps_is_named(transport: str) -> None:
+    """Hanging, not dead: only a watchdog can tell."""
+    llm = LLM(progress=False, threads=1, dp_size=2, rank_timeout=2, transport=transport)
     pids = _children(os.getpid())
-    os.kill(pids[0], signal.SIGSTOP)
     engine = llm.engine
-    with pytest.raises(ParallelError, match="rank 1"):
+    engine.submit(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True))
+    engine.step()
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(ParallelError, match="rank 1 "):
         _step_until_error(engine)
     with pytest.raises(ParallelError, match="has ended"):
         engine.submit("again", GREEDY)
     llm.close()
     assert all(map(_gone, pids))
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_rank_stopped_while_idle_is_named(transport: str) -> None:
+    """Nobody waits for it, and nobody asks: it is ended all the same, and the next call tells."""
+    llm = LLM(progress=False, threads=1, dp_size=2, rank_timeout=2, transport=transport)
+    pids = _children(os.getpid())
+    os.kill(pids[0], signal.SIGSTOP)
+    _wait_for_end(pids)
+    with pytest.raises(ParallelError, match="rank 1 gave no sign of life within 2 s"):
+        llm.engine.submit("again", GREEDY)
+    llm.close()
+
+
+def test_a_stopped_rank_0_is_named_by_the_others() -> None:
+    """They wait for its next round, which may come at any time; and it holds the store by which they met."""
+    with _generating("--dp", "4", "--rank-timeout", "3") as (process, pids):
+        process.send_signal(signal.SIGSTOP)
+        _wait_for_end(pids)
+        process.send_signal(signal.SIGCONT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode != 0
+        for rank in (1, 2, 3):
+            assert f"rank {rank}: rank 0 gave no sign of life within 3 s" in err
+        assert "Traceback" not in err
 
 
 def _step_until_error(engine: object) -> None:

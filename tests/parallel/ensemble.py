@@ -19,8 +19,9 @@ from ostinato.engine.rank import follow
 from ostinato.engine.request import RequestOutput, SamplingParams
 from ostinato.parallel.collectives import Group, SingleGroup
 from ostinato.parallel.rendezvous import World
-from ostinato.parallel.shm import ShmGroup, Watchdog, create_memory, map_memory
+from ostinato.parallel.shm import ShmGroup, create_memory, map_memory
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 CAPACITY = 1 << 16
 

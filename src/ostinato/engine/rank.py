@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+from itertools import chain, repeat
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -23,12 +24,14 @@ from ostinato.engine.program import RankProgram
 from ostinato.engine.progress import bars
 from ostinato.engine.ranks import LOCALHOST, meet
 from ostinato.engine.rounds import Courier, News, Round, accepted
-from ostinato.errors import OstinatoError
+from ostinato.errors import OstinatoError, ParallelError
 from ostinato.parallel.rendezvous import World
-from ostinato.parallel.shm import Watchdog
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 FAILED = 1
+RANK_0_FIRST = 2
+"""Looks that rank 0 has to see for itself that a rank is missing, and to end the others, before they end themselves."""
 
 
 def main(program: RankProgram | None = None) -> int:
@@ -46,10 +49,20 @@ def run_rank(
     topology: Topology, config: EngineConfig, world: World, program: RankProgram | None = None
 ) -> int:
     """Load this rank's part of the model and follow rank 0; the exit status."""
+
+    def end(error: ParallelError) -> None:
+        if world.heartbeat is not None:
+            world.heartbeat.pause(RANK_0_FIRST)
+        print(f"rank {topology.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(
+            FAILED
+        )  # the main thread waits in vain; to say that this rank failed would hide which one did
+
+    world.on_missing(end)
     try:
         with bars(shown=False) as report:
             engine = Engine(config, report, world, program)
-        follow(engine, world)
+        follow(engine, world, float(config.rank_timeout))
     except OstinatoError as error:
         print(f"rank {topology.rank}: {error}", file=sys.stderr, flush=True)
         world.fail()
@@ -61,11 +74,14 @@ def run_rank(
     return 0
 
 
-def follow(engine: Engine, world: World) -> None:
-    """Carry out rank 0's rounds until it says stop."""
+def follow(engine: Engine, world: World, timeout_s: float | None = None) -> None:
+    """Carry out rank 0's rounds until it says stop; but for the first, they end within `timeout_s` once begun."""
     courier, topology = Courier(world.control), world.topology
-    while True:
+    limits = chain((None,), repeat(timeout_s))  # in the first, other ranks may still load
+    for limit in limits:
+        world.wait_for(None)
         round_ = courier.follow()
+        world.wait_for(limit)
         if round_.op == "stop":
             return
         carry_out(engine, round_, topology.attn_dp_rank)

@@ -24,8 +24,8 @@ from ostinato.config import EngineConfig
 from ostinato.engine.program import RANK_MODULE
 from ostinato.errors import ParallelError
 from ostinato.parallel.rendezvous import World, join
-from ostinato.parallel.shm import Watchdog
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 LOCALHOST = "127.0.0.1"
 STOP_TIMEOUT_S = 10.0
@@ -39,7 +39,7 @@ class RankProcesses:
         self._store = store
         self._processes: list[subprocess.Popen[bytes]] = []
         # Also when the engine is collected, or the interpreter ends, without a close.
-        self._end = weakref.finalize(self, _kill, self._processes)
+        self.end = weakref.finalize(self, _kill, self._processes)
         for rank in range(1, topology.tp):
             self._processes.append(_spawn(topology.at(rank), config, store.port, module))
 
@@ -72,7 +72,7 @@ class RankProcesses:
 
     def kill(self) -> None:
         """End all ranks now."""
-        self._end()
+        self.end()
 
 
 def _spawn(topology: Topology, config: EngineConfig, port: int, module: str) -> subprocess.Popen[bytes]:

@@ -7,7 +7,9 @@ carries. Invariant: a rank that does not come is named, by what every rank last 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +19,10 @@ import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ostinato.errors import ParallelError
+from ostinato.parallel.watchdog import Watchdog
 
 _NO_TIMEOUT = datetime.timedelta(days=365)
+_LOOK = datetime.timedelta(seconds=0.05)  # how often a rank that waits looks whether it should go on
 _ROLL_CALL_S = 2.0  # how long ranks that waited in vain look for each other
 
 
@@ -33,7 +37,7 @@ class GlooGroup:
         store: Store,
         rank: int,
         ranks: Sequence[int],
-        timeout_s: float | None,
+        watchdog: Watchdog,
         *,
         host: str | None = None,
         name: str = "gloo",
@@ -43,13 +47,13 @@ class GlooGroup:
         self.name = name
         self._ranks = tuple(ranks)
         self._store = store
-        self._timeout_s = timeout_s
+        self.watchdog = watchdog
         self._count = 0
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         device = gloo.create_default_device() if host is None else gloo.create_device(hostname=host)
         options._devices = [device]
-        options._timeout = _NO_TIMEOUT if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        options._timeout = _NO_TIMEOUT  # gloo's own would close connections; time is kept in `_wait`
         self._group: Any = gloo(PrefixStore("pairs", store), rank, self.size, options)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -107,9 +111,31 @@ class GlooGroup:
     def _run(self, op: str, start: Callable[[], Any]) -> None:
         self._count += 1
         try:
-            start().wait()
+            self._wait(start())
         except RuntimeError as error:
+            self.watchdog.check()  # who knows better says so
             raise ParallelError(self._why(op, error)) from error
+
+    def _wait(self, work: Any) -> None:
+        """Until an operation is done. Raises RuntimeError when it fails or takes too long, or what `check` raises."""
+        began = time.monotonic()
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # it was done just now, or this says why it failed
+                    return
+            try:
+                self.watchdog.check()
+                timeout = self.watchdog.timeout_s
+                if timeout is not None and time.monotonic() - began > timeout:
+                    raise RuntimeError(f"no answer within {timeout:g} s")
+            except BaseException:
+                # Gloo ends no operation before its time, and a group not before its operations: this one outlives us.
+                threading.Thread(target=_outwait, args=(self._group, work), daemon=True).start()
+                raise
 
     def _why(self, op: str, error: RuntimeError) -> str:
         """Who is missing: ranks that gave up say so in the store, and whoever says nothing is the one."""
@@ -126,11 +152,19 @@ class GlooGroup:
             names = ["0"]
         if not names:
             return f"{op} {self._count} of {self.name} failed on every rank: {error}"
-        limit = "" if self._timeout_s is None else f" within {self._timeout_s:g} s"
+        timeout = self.watchdog.timeout_s
+        limit = "" if timeout is None else f" within {timeout:g} s"
         return (
             f"rank{'s' if len(names) > 1 else ''} {', '.join(names)} did not come to {op} {self._count} of "
             f"{self.name}{limit}; it hangs or is gone: look at its output, or allow more time"
         )
+
+
+def _outwait(group: Any, work: Any) -> None:
+    """Hold an operation and its group until it ends, be it with the process."""
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+    del group
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

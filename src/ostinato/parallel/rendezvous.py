@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -21,35 +21,49 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ostinato.errors import ConfigError, ParallelError
 from ostinato.parallel.collectives import Group, SingleGroup
 from ostinato.parallel.distributed import GlooGroup
+from ostinato.parallel.heartbeat import Heartbeat
 from ostinato.parallel.shm import (
     DEFAULT_CAPACITY,
     ShmGroup,
-    Watchdog,
     create_memory,
     memory_bytes,
     shm_supported,
 )
 from ostinato.parallel.topology import Topology
+from ostinato.parallel.watchdog import Watchdog
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This rank's place and its groups."""
+    """This rank's place and its groups, and the signs of life that it gives and watches for."""
 
     topology: Topology
     control: Group
     world: Group
     attn: Group
     transport: str = "single"
+    heartbeat: Heartbeat | None = None
 
     def close(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
         for group in (self.control, self.world, self.attn):
             group.close()
 
-    def hurry(self, watchdog: Watchdog) -> None:
-        """From now on this rank, which leads, waits no longer than that for the others to follow, where it can tell."""
-        if isinstance(self.control, ShmGroup):
-            self.control.watchdog = watchdog
+    def wait_for(self, timeout_s: float | None) -> None:
+        """From now on this rank waits no longer than that for the others in the control group; None: for ever."""
+        if isinstance(self.control, ShmGroup | GlooGroup):
+            self.control.watchdog = replace(self.control.watchdog, timeout_s=timeout_s)
+
+    def check(self) -> None:
+        """Raise ParallelError when a rank has given no sign of life for too long."""
+        if self.heartbeat is not None:
+            self.heartbeat.check()
+
+    def on_missing(self, tell: Callable[[ParallelError], None]) -> None:
+        """Call `tell`, on another thread, when that is so."""
+        if self.heartbeat is not None:
+            self.heartbeat.on_missing(tell)
 
     def fail(self) -> None:
         """Tell the others, where the transport can, that this rank gives up."""
@@ -82,6 +96,9 @@ def join(
     if topology.tp == 1:
         return single_world()
     _agree(topology, store)
+    heartbeat = None
+    if watchdog.timeout_s is not None:
+        heartbeat = Heartbeat(PrefixStore("life", store), topology.rank, topology.tp, watchdog.timeout_s)
     near = _one_machine(topology, store)
     if transport == "shm" and not near:
         raise ConfigError("transport 'shm' needs all ranks on one x86 Linux machine; use transport 'gloo'")
@@ -95,18 +112,27 @@ def join(
             return SingleGroup(label)
         own = PrefixStore(f"{name}/{ranks[0]}", store)
         if chosen == "gloo":
-            return GlooGroup(own, rank, ranks, dog.timeout_s, host=host, name=label)
+            return GlooGroup(own, rank, ranks, dog, host=host, name=label)
         memory = _share(own, rank, len(ranks), capacity)
         return ShmGroup(memory, rank, ranks, dog, capacity=capacity, name=label)
 
-    patient = Watchdog(None, watchdog.check)
-    return World(
+    def check() -> None:
+        if heartbeat is not None and topology.rank == 0:
+            heartbeat.check()  # first: what else there is to see may follow from what it has found
+        watchdog.check()
+
+    strict, patient = Watchdog(watchdog.timeout_s, check), Watchdog(None, check)
+    world = World(
         topology,
         make("control", everybody, patient),
-        make("world", everybody, watchdog),
-        make("attn", attn_ranks, watchdog),
+        make("world", everybody, strict),
+        make("attn", attn_ranks, strict),
         chosen,
+        heartbeat,
     )
+    if heartbeat is not None:
+        heartbeat.start()
+    return world
 
 
 def _agree(topology: Topology, store: Store) -> None:

@@ -15,12 +15,12 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
 from ostinato.errors import ParallelError
+from ostinato.parallel.watchdog import Watchdog
 
 LINE = 64
 DEFAULT_CAPACITY = 8 << 20
@@ -31,21 +31,6 @@ _OPS = ("barrier", "all_gather", "all_to_all", "broadcast")
 _BARRIER, _GATHER, _TO_ALL, _BROADCAST = range(4)
 _SEQ, _FAILED = range(2)  # words of a rank's line
 _OP, _BYTES = range(2)  # words of a half's header
-
-
-def _nothing() -> None:
-    return
-
-
-@dataclass(frozen=True, slots=True)
-class Watchdog:
-    """How long a rank waits for the others. `check` is called now and then while it does, and may raise.
-
-    timeout_s: seconds after which the missing rank is named; None to wait for ever.
-    """
-
-    timeout_s: float | None = 60.0
-    check: Callable[[], None] = _nothing
 
 
 def shm_supported() -> bool:

@@ -50,6 +50,7 @@ from ostinato.text.grammar import StructuredOutputs
 Send = Callable[[Event], None]
 
 STATS_INTERVAL_S = 1.0
+IDLE_CHECK_MS = 1000
 CRASHED = 1
 _COMPILED = "inproc://compiled"
 _PR_SET_PDEATHSIG = 1
@@ -131,6 +132,8 @@ class _Loop:
         self._decoder = command_decoder()
         self._next_stats = 0.0
         self._stopped = False
+        # A rank that fails while nothing is asked of it is heard of before the next request, which another group takes.
+        self._patience_ms = IDLE_CHECK_MS if engine.world.topology.tp > 1 else None
         self._compiling: dict[str, Submit] = {}
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ostinato-grammar")
         self._compiled = commands.context.socket(zmq.PULL)
@@ -147,7 +150,8 @@ class _Loop:
             while not self._stopped:
                 if not self._engine.has_work:
                     self._send(Stats(self._engine.stats()))
-                    waiting.poll()
+                    while not waiting.poll(self._patience_ms):
+                        self._engine.check()
                 self._take_all()
                 if self._engine.has_work and not self._stopped:
                     self._step()
