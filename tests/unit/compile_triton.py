@@ -8,6 +8,7 @@ as in a real launch.
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,11 +102,34 @@ def launches(dtype: torch.dtype) -> None:
     ops.linear(x, ops.pack_linear(torch.zeros(H, H, dtype=dtype)), out, live)
 
 
+def attention(dtype: torch.dtype) -> None:
+    """Prefill and decode of heads of usual sizes, with a window, with pages of several sizes."""
+    from ostinato.attention.backend import AttentionLayer
+    from ostinato.attention.triton import TritonAttention
+    from ostinato.graphs.stream import EagerStream
+    from ostinato.kv.pool import KVLayout, KVPool
+    from ostinato.padding import StepMode
+
+    for heads, dim, window in ((4, 64, None), (6, 80, 50), (8, 128, None), (1, 256, None)):
+        layout = KVLayout(1, 1, dim, dtype, 16)
+        kv = KVPool(layout, num_pages=3, max_requests=2, max_pages_per_request=64)
+        backend = TritonAttention(kv)
+        backend.init_graph_state(2, 4)
+        q, k = torch.zeros(4, heads, dim, dtype=dtype), torch.zeros(4, 1, dim, dtype=dtype)
+        for mode in (StepMode.EXTEND, StepMode.DECODE):
+            view: Any = SimpleNamespace(
+                mode=mode, out_cache_loc=torch.zeros(4).long(), req_pool_indices=torch.zeros(2).long()
+            )
+            layer = AttentionLayer(0, 0.1, window)
+            backend.forward(EagerStream(), layer, q, k, k, view, torch.zeros_like(q))
+
+
 def main() -> None:
     compiler = Compiler()
     JITFunction.__getitem__ = lambda kernel, grid: lambda *a, **n: compiler.launch(kernel, grid, *a, **n)
     for name in sys.argv[1:]:
         launches(getattr(torch, name))
+        attention(getattr(torch, name))
     print("compiled", len(compiler.done))
 
 
