@@ -101,7 +101,7 @@ LAST: Parts = [(r + 1, n - 1, n) for r, n in enumerate(LENGTHS)]
 @pytest.mark.parametrize(("shape", "mask"), CASES)
 def test_prefill_and_decode_match_the_reference(shape: tuple[int, int, int], mask: dict[str, int]) -> None:
     """Pads come out zero and write no page; a decoded row has the bits of the same row prefilled."""
-    heads, kv_heads, dim = shape
+    _, kv_heads, dim = shape
     layer = AttentionLayer(0, dim**-0.5, **mask)
     data, kv = sequences(*shape, torch.float32), pool(kv_heads, dim, torch.float32)
     plain = pool(kv_heads, dim, torch.float32, "cpu")
