@@ -123,6 +123,43 @@ def _merge_scales(most: tl.tensor, other: tl.tensor) -> tuple[tl.tensor, tl.tens
 
 
 @triton.jit
+def _attend(
+    q: tl.tensor,
+    k_pages: tl.tensor,
+    v_pages: tl.tensor,
+    table: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    factor: tl.tensor,
+    KV_WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Sum and mixed values of the keys [first, last), chunk after chunk."""
+    most = tl.full((BM,), MINUS_INFINITY, tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    mixed = tl.zeros((BM, DIM_BLOCK), tl.float32)
+    for chunk in range(first // CHUNK, (last + CHUNK - 1) // CHUNK):
+        peak, one, part = _attend_chunk(
+            q, k_pages, v_pages, table, position,
+            tl.maximum(first, chunk * CHUNK), tl.minimum(last, chunk * CHUNK + CHUNK), factor,
+            KV_WIDTH, DIM, PAGE, WINDOW, SPAN, PRECISION, BM, BN, DIM_BLOCK,
+        )  # fmt: skip
+        most, left, right = _merge_scales(most, peak)
+        total = total * left + one * right
+        mixed = mixed * left[:, None] + part * right[:, None]
+    return total, mixed
+
+
+@triton.jit
 def prefill_kernel(
     q: tl.tensor,
     k_pages: tl.tensor,
@@ -173,18 +210,10 @@ def prefill_kernel(
         lowest = kv_len - rows + (tile - before) * BM // GROUP
         last = tl.minimum(kv_len, lowest + (BM + GROUP - 1) // GROUP + 1)
         first = _first_key(lowest, WINDOW, SPAN) // BN * BN
-        most = tl.full((BM,), MINUS_INFINITY, tl.float32)
-        total = tl.zeros((BM,), tl.float32)
-        mixed = tl.zeros((BM, DIM_BLOCK), tl.float32)
-        for chunk in range(first // CHUNK, (last + CHUNK - 1) // CHUNK):
-            peak, one, part = _attend_chunk(
-                queries, k_pages + kv_head * DIM, v_pages + kv_head * DIM, table, position,
-                tl.maximum(first, chunk * CHUNK), tl.minimum(last, chunk * CHUNK + CHUNK), factor,
-                KV_WIDTH, DIM, PAGE, WINDOW, SPAN, PRECISION, BM, BN, DIM_BLOCK,
-            )  # fmt: skip
-            most, left, right = _merge_scales(most, peak)
-            total = total * left + one * right
-            mixed = mixed * left[:, None] + part * right[:, None]
+        total, mixed = _attend(
+            queries, k_pages + kv_head * DIM, v_pages + kv_head * DIM, table, position, first, last, factor,
+            KV_WIDTH, DIM, PAGE, WINDOW, SPAN, PRECISION, CHUNK, BM, BN, DIM_BLOCK,
+        )  # fmt: skip
         value = tl.div_rn(mixed, tl.zeros((BM, DIM_BLOCK), tl.float32) + total[:, None])
         target = out + (row * out_row + head * DIM)[:, None] + d
         tl.store(target, value.to(out.dtype.element_ty), mask=here)
