@@ -189,8 +189,8 @@ def prefill_kernel(
 ) -> None:
     """One tile of one KV head; tiles of all requests stand one behind the other, their number known here alone."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    request = tl.arange(0, REQUESTS_BLOCK)
-    lens = tl.load(plan + ROWS * capacity + request, mask=request < tl.load(counts), other=0).to(tl.int32)
+    request, bs = tl.arange(0, REQUESTS_BLOCK), tl.load(counts)
+    lens = tl.load(plan + ROWS * capacity + request, mask=request < bs, other=0).to(tl.int32)
     tiles = (lens * GROUP + BM - 1) // BM
     ends = tl.cumsum(tiles, axis=0)
     if tile < tl.sum(tiles, axis=0):
