@@ -44,6 +44,10 @@ def verify(
         str | None, typer.Option(help="Run this cell alone, like decode:8:5 (mode, bucket, real rows).")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides cells, requests and their tokens.")] = 0,
+    inject: Annotated[
+        str | None,
+        typer.Option(help="Break the deployment on purpose first: fault, fault:rank or fault:rank:layer."),
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the report there as JSON.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the report there as one HTML page.")
@@ -56,13 +60,15 @@ def verify(
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}; make it first")
     with lasting():
+        from ostinato.verify.faults import Injection
         from ostinato.verify.run import Plan, known_checks
-    options = command_line(model, engine, seed)
+    options = command_line(model, engine, seed) + (f" --inject {shlex.quote(inject)}" if inject else "")
     plan = Plan(
         budget=budget,
         only=known_checks(only or ()),
         cell=cell,
         seed=seed,
+        inject=None if inject is None else Injection.parse(inject),
         reproduce=lambda check, at: f"{options} --only {check} --cell {at}",
     )
     report = run(config, plan, " ".join(map(shlex.quote, ["ostinato", *sys.argv[1:]])))

@@ -122,24 +122,24 @@ _EAGER = EagerStream()
 class BreakableGraph(Generic[T]):
     """Segments and the calls between them, in order; `outputs` are overwritten by each replay."""
 
-    __slots__ = ("_parts", "num_launches", "outputs", "trace")
+    __slots__ = ("num_launches", "outputs", "parts", "trace")
 
     def __init__(self, outputs: T, parts: Sequence[_Part]) -> None:
         self.outputs = outputs
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self.num_launches = sum(
-            part.graph.num_launches if isinstance(part, _Segment) else 1 for part in self._parts
+            part.graph.num_launches if isinstance(part, _Segment) else 1 for part in self.parts
         )
-        self.trace = tuple(name for part in self._parts for name in part.names)
+        self.trace = tuple(name for part in self.parts for name in part.names)
 
     @property
     def num_segments(self) -> int:
-        return sum(isinstance(part, _Segment) for part in self._parts)
+        return sum(isinstance(part, _Segment) for part in self.parts)
 
     def replay(self) -> T:
         """Run segments and calls in turn, for the step that `LiveStep` says."""
         with torch.no_grad():
-            for part in self._parts:
+            for part in self.parts:
                 part()
         return self.outputs
 

@@ -80,6 +80,10 @@ class LiveKV:
                 yield KVDifference(layer, part, page + self._first)
             saved[pages] = kept
 
+    def pages_of(self, slots: torch.Tensor) -> frozenset[int]:
+        """Ids of the pages that these slots are in."""
+        return frozenset((self._pages(slots) + self._first).tolist())
+
     def _pages(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.tensor(sorted({slot // self._size for slot in slots.tolist()})).long() - self._first
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.engine.batch import ForwardBatch
-from ostinato.graphs.audit import POISONS
+from ostinato.graphs.audit import POISONS, first_difference
 from ostinato.graphs.slots import FillContext
 from ostinato.padding import local_num_token_non_padded
 from ostinato.verify.cells import CellId
 from ostinato.verify.outcome import Found, Outcome
 from ostinato.verify.requests import Span
 from ostinato.verify.stage import Counts, Played, Runner, Stage, Way
+from ostinato.verify.taps import PARTS
 
 INDEX_SLOTS = ("input_ids", "positions", "out_cache_loc", "req_pool_indices")
 LENGTH_SLOTS = ("seq_lens", "seq_lens_cpu")
@@ -31,13 +32,16 @@ NOBODY = -1
 
 def pads(stage: Stage, cell: CellId) -> Outcome:
     """Every poison replayed, NaN also eagerly, and one replay in the traces of a larger step."""
-    trial = _Trial.of(stage, cell)
+    counts = stage.counts(cell)
+    trial = _Trial.of(stage, cell, counts, Outcome())
     way: Way = "replay" if stage.captures(cell.mode) else "eager"
     for poison in POISONS:
         spoil = stage.poisoned(poison)
-        if poison is POISONS[0] and way == "replay":
-            trial.run("eager", f"under {poison.name} poison, eager", spoil)
-        trial.run(way, f"under {poison.name} poison, {way}", spoil)
+        if poison is POISONS[0]:
+            with stage.watched(cell.bucket):
+                trial.run("eager", f"under {poison.name} poison, eager", spoil)
+        if way == "replay" or poison is not POISONS[0]:
+            trial.run(way, f"under {poison.name} poison, {way}", spoil)
     most = min(cell.bucket, stage.most(cell.mode))
     larger = stage.parts(cell, most, "larger")
     before = stage.play(cell.mode, larger, (most,) * stage.groups, cell.bucket, way)
@@ -45,6 +49,10 @@ def pads(stage: Stage, cell: CellId) -> Outcome:
     trial.run(way, f"after a larger step, {way}", None)
     if stage.tapping:
         trial.blame(way)
+    if stage.groups > 1 and cell.mode == "decode":
+        idle = stage.beside_idle(cell)
+        beside = _Trial.of(stage, cell, idle, trial.out)
+        beside.run(way, f"under nan poison beside idle groups, {way}", stage.poisoned(POISONS[0]))
     stage.kv.restore()
     return trial.out
 
@@ -62,8 +70,7 @@ class _Trial:
     out: Outcome
 
     @classmethod
-    def of(cls, stage: Stage, cell: CellId) -> _Trial:
-        out, counts = Outcome(), stage.counts(cell)
+    def of(cls, stage: Stage, cell: CellId, counts: Counts, out: Outcome) -> _Trial:
         parts = stage.parts(cell, counts[stage.group])
         if stage.captures(cell.mode):
             stage.ready(cell.mode, cell.bucket)
@@ -94,8 +101,10 @@ class _Trial:
             self._load(load.snapshot().sum(1) - counted, how)
         differences = list(stage.kv.differences(self.slots, self.pages))
         for found in differences[:1]:
-            what = f"{found.part} of page {found.page}, which no real row may change so, differ {how}"
-            self.out.say("kv", Found(what, found.layer, "out_cache_loc"))
+            own = found.page in stage.kv.pages_of(self.slots)
+            whose = "which real rows wrote," if own else "which no real row may write,"
+            what = f"{found.part} of page {found.page}, {whose} differ {how}"
+            self.out.say("kv", Found(what, found.layer, None if own else "out_cache_loc"))
         self.out.checks += 1
         if differences:
             stage.kv.restore()
@@ -144,11 +153,21 @@ class _Trial:
             self.out.that(held == [value], f"count {name}", Found(what, slot=name))
 
     def _pads(self, played: Played, how: str) -> None:
-        """What layers left in pad rows: no expert, zeros from attention and from the last mixture of experts."""
+        """What layers left in pad rows: no expert, zeros; of every layer where they are watched, else of the last."""
         model, rows, width = self.stage.worker.model, self.rows, played.shape.padded_num_tokens
         config, workspace = model.config, model.workspace
         heads = workspace.take("attention", width, config.num_heads * config.head_dim)[rows:]
         last = config.num_layers - 1
+        if played.taps is not None:
+            for at, part in enumerate(played.taps.parts):
+                zero = bool((part[rows:width] == 0).all())
+                what = f"what {PARTS[at % 2]} gives pads is not zero {how}"
+                self.out.that(zero, "zeros", Found(what, at // 2, "delta"))
+        elif config.layers[last].sparse:
+            zero = bool((workspace.take("delta", width, config.hidden_size)[rows:] == 0).all())
+            self.out.that(
+                zero, "experts", Found(f"experts' results of pads are not zero {how}", last, "delta")
+            )
         zero = bool((heads == 0).all())
         self.out.that(zero, "attention", Found(f"attention of pads is not zero {how}", last, "attention"))
         sparse = [i for i, layer in enumerate(config.layers) if layer.sparse]
@@ -156,18 +175,12 @@ class _Trial:
             return
         ids = {sparse[-1]: workspace.take("moe.topk_ids", width, config.moe.top_k)}
         if played.taps is not None and played.taps.ids is not None:
-            ids = {layer: played.taps.ids[layer] for layer in sparse}
+            ids = {layer: played.taps.ids[layer, :width] for layer in sparse}
         for layer, routed in ids.items():
             wrong = (routed[rows:] != NOBODY).any(1).nonzero().flatten().tolist()
             row = rows + wrong[0] if wrong else None
             what = f"pads are routed to experts {how}"
             self.out.that(not wrong, "ids", Found(what, layer, "moe.topk_ids", row))
-        delta = workspace.take("delta", width, config.hidden_size)[rows:]
-        if sparse[-1] == last:
-            zero = bool((delta == 0).all())
-            self.out.that(
-                zero, "experts", Found(f"experts' results of pads are not zero {how}", last, "delta")
-            )
 
     def _load(self, counted: torch.Tensor, how: str) -> None:
         """Expert load goes up by real rows times experts of a token, in every sparse layer."""
@@ -180,6 +193,9 @@ class _Trial:
 
     def blame(self, way: Way) -> None:
         """Spoil one static input at a time: the one that moves a real row is read where it must not be."""
+        self.stage.kv.restore(self.slots)
+        nothing = self.stage.play(self.cell.mode, self.parts, self.counts, self.cell.bucket, way)
+        blamed = first_difference(self.clean.rows, nothing.rows) is None  # else it is no input's fault
         names = (*self.stage.runner(self.cell.mode).registry.slot_names, "workspace")
         for name in names:
             for poison in POISONS[:2]:
@@ -188,5 +204,7 @@ class _Trial:
                 played = self.stage.play(
                     self.cell.mode, self.parts, self.counts, self.cell.bucket, way, before=spoil
                 )
+                if not blamed:
+                    continue
                 how = f"when {name} alone holds {poison.name} poison, {way}"
                 self.out.same("rows by one input", self.clean, played, how, slot=name)

@@ -19,21 +19,28 @@ from ostinato.engine.program import RankProgram
 from ostinato.errors import OstinatoError
 from ostinato.verify.cells import CellId
 from ostinato.verify.checks import Facts, check_named
+from ostinato.verify.faults import fault_named
 from ostinato.verify.outcome import Found
+from ostinato.verify.seam import Seam
 from ostinato.verify.stage import Stage
 
 RANK_MODULE = "ostinato.verify.rank"
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """begin: make the stage. cell: run `check` in a cell. locate: the same, with every layer watched."""
+    """begin: make the stage. break: put `fault` into one rank, in place of any other. cell: run `check` in a cell.
+    locate: the same, with every layer watched.
+    """
 
-    op: Literal["begin", "cell", "locate"]
+    op: Literal["begin", "break", "cell", "locate"]
     seed: int = 0
     check: str = ""
     mode: str = ""
     bucket: int = 0
     n: int = 0
+    fault: str = ""
+    rank: int = 0
+    layer: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -52,14 +59,22 @@ def program() -> RankProgram:
 class _Verifier:
     def __init__(self) -> None:
         self._stages: WeakKeyDictionary[Engine, Stage] = WeakKeyDictionary()
+        self._seams: WeakKeyDictionary[Engine, Seam] = WeakKeyDictionary()
         self._asks = msgspec.msgpack.Decoder(Ask)
 
     def run(self, engine: Engine, message: bytes) -> bytes:
         """Carry out one `Ask`."""
         ask = self._asks.decode(message)
         with torch.no_grad():
-            answer = self._begin(engine, ask) if ask.op == "begin" else self._cell(engine, ask)
+            answer = self._answer(engine, ask)
         return msgspec.msgpack.encode(answer)
+
+    def _answer(self, engine: Engine, ask: Ask) -> Answer:
+        if ask.op == "begin":
+            return self._begin(engine, ask)
+        if ask.op == "break":
+            return self._break(engine, ask)
+        return self._cell(engine, ask)
 
     def _begin(self, engine: Engine, ask: Ask) -> Answer:
         stage = self._stages.get(engine)
@@ -77,6 +92,18 @@ class _Verifier:
                 suffix if requests.shared else 0,
             )
         )
+
+    def _break(self, engine: Engine, ask: Ask) -> Answer:
+        seam = self._seams.pop(engine, None)
+        if seam is not None:
+            seam.undo()
+        stage = self._stages[engine]
+        stage.recover()
+        if ask.fault and ask.rank == stage.rank:
+            seam = self._seams[engine] = Seam(stage)
+            fault_named(ask.fault).put(seam, ask.layer)
+        stage.cache_contexts()  # a build that is broken has computed them, too
+        return Answer()
 
     def _cell(self, engine: Engine, ask: Ask) -> Answer:
         stage, cell = self._stages[engine], CellId(ask.mode, ask.bucket, ask.n)

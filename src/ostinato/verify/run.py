@@ -19,6 +19,7 @@ from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.verify.cells import CellId, ordered
 from ostinato.verify.checks import CHECKS, Check, Facts
+from ostinato.verify.faults import Injection
 from ostinato.verify.findings import Cell, CheckResult, Finding, Place
 from ostinato.verify.outcome import Found
 from ostinato.verify.program import Answer, Ask
@@ -33,6 +34,7 @@ MOST_FAILED = 12
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to run. budget: seconds for cells. only: names of checks, all when empty. cell: that one and no other.
+    inject: a fault to put in first.
 
     reproduce: (check, cell) -> the command that runs that cell again.
     """
@@ -41,6 +43,7 @@ class Plan:
     only: tuple[str, ...] = ()
     cell: str | None = None
     seed: int = 0
+    inject: Injection | None = None
     reproduce: Callable[[str, str], str] = lambda check, cell: f"ostinato verify --only {check} --cell {cell}"
 
     def checks(self) -> tuple[Check, ...]:
@@ -84,7 +87,30 @@ class Run:
                 f"cell {only} is wider than the largest bucket, {max(facts.modes[only.mode], default=0)}; "
                 "give one that the deployment has"
             )
+        self._inject(plan.inject)
         self._queues = [self._queue(check, mode, only) for check in plan.checks() for mode in facts.modes]
+
+    def _inject(self, injection: Injection | None) -> None:
+        """Put a fault in, or take out what an earlier run of this engine put in."""
+        if injection is None:
+            self._ask(Ask("break"))
+            return
+        fault, engine = injection.fault, self._engine
+        layers, ranks = engine.model_config.layers, engine.world.topology.tp
+        if injection.rank >= ranks or injection.layer >= len(layers):
+            raise ConfigError(
+                f"fault {fault.name!r} is for rank {injection.rank}, layer {injection.layer}; this deployment has "
+                f"{ranks} ranks and {len(layers)} layers"
+            )
+        if fault.needs == "experts" and not layers[injection.layer].sparse:
+            raise ConfigError(
+                f"fault {fault.name!r} is about experts, layer {injection.layer} has none; name another"
+            )
+        if fault.needs == "groups" and self.facts.groups == 1:
+            raise ConfigError(
+                f"fault {fault.name!r} needs data-parallel groups that depend on each other; give --dp"
+            )
+        self._ask(Ask("break", fault=fault.name, rank=injection.rank, layer=injection.layer))
 
     def _queue(self, check: Check, mode: str, only: CellId | None) -> _Queue:
         facts, seed = self.facts, self._plan.seed

@@ -72,12 +72,13 @@ class Stage:
         self.runners = self._runners()
         self._captured: set[tuple[str, int]] = set()
         self._taps: Taps | None = None
-        self._plain = worker.model
+        self._layers = worker.model.layers
         if worker.load is not None:
             worker.load.set_live(True)  # on every rank, whoever speaks for its group
-        self._cache_contexts()
+        self.cache_contexts()
 
-    def _cache_contexts(self) -> None:
+    def cache_contexts(self) -> None:
+        """Prefill what requests have behind them; with all ranks that step together."""
         self.kv.clear()
         requests = self.requests
         todo = [(r, 0, requests.lengths[r]) for r in requests.free]
@@ -143,6 +144,10 @@ class Stage:
             cell.n if group == lead else others[_pick(f"{salt} {group}", len(others))]
             for group in range(self.groups)
         )
+
+    def beside_idle(self, cell: CellId) -> Counts:
+        """The cell's rows in the group that leads, nothing in the others."""
+        return tuple(cell.n if group == self.lead(cell) else 0 for group in range(self.groups))
 
     def lead(self, cell: CellId) -> int:
         """The group whose rows the cell speaks of."""
@@ -279,7 +284,7 @@ class Stage:
     def _parcels(self) -> list[PairBuffers]:
         """What dispatchers send and receive in, each once."""
         found = {}
-        for layer in self._plain.layers:
+        for layer in self._layers:
             buffers = getattr(getattr(layer.ffn, "dispatcher", None), "buffers", None)
             if isinstance(buffers, PairBuffers):
                 found[id(buffers)] = buffers
@@ -288,16 +293,25 @@ class Stage:
     @contextmanager
     def tapped(self, rows: int) -> Iterator[None]:
         """Steps copy what every layer gives, for up to so many rows; graphs are made anew, before and behind."""
-        self._plain = self.worker.model
-        self._taps = Taps(self._plain, rows)
-        self.worker.model = self._taps.model()
+        with self.watched(rows):
+            self._captured.clear()
+            yield
         self._captured.clear()
+
+    @contextmanager
+    def watched(self, rows: int) -> Iterator[None]:
+        """As `tapped`, for eager steps alone: graphs stay. Nothing changes where steps are tapped already."""
+        if self.tapping:
+            yield
+            return
+        plain = self.worker.model
+        self._taps = Taps(plain, rows)
+        self.worker.model = self._taps.model()
         try:
             yield
         finally:
-            self.worker.model = self._plain
+            self.worker.model = plain
             self._taps = None
-            self._captured.clear()
 
 
 def _spoil_parcels(buffers: PairBuffers, poison: Poison) -> None:
