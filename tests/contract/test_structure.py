@@ -16,6 +16,7 @@ SRC = Path(__file__).parents[2] / "src" / "ostinato"
 LEVELS = {
     "errors": 0,
     "config": 0,
+    "options": 0,
     "padding": 0,
     "graphs": 1,
     "ops": 1,
