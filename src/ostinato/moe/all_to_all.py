@@ -69,7 +69,7 @@ class AllToAllDispatcher:
         topk_ids: torch.Tensor,
         out: torch.Tensor,
     ) -> Dispatched:
-        stream.launch(self._send, x, topk_weights, topk_ids)
+        stream.outside(self._send, x, topk_weights, topk_ids)
         pairs, topology = self.buffers.pairs, self.share.topology
         if self.capacity is None:
             n = rounded_pairs(sum(self.widths.rows) * topk_ids.shape[1])
@@ -78,7 +78,7 @@ class AllToAllDispatcher:
         return Dispatched(pairs.x[:n], pairs.weights[:n], pairs.ids[:n], self.buffers.results[:n])
 
     def combine(self, stream: Stream, dispatched: Dispatched, out: torch.Tensor) -> None:
-        stream.launch(self._bring_home, out)
+        stream.outside(self._bring_home, out)
 
     def _own_rows(self, rows: int) -> tuple[int, int]:
         topology = self.share.topology

@@ -66,13 +66,13 @@ class GatheredDispatcher:
     ) -> Dispatched:
         rows, topology = self.widths.rows, self.share.topology
         assert rows[topology.attn_dp_rank] == len(x), f"{rows} planned, {len(x)} rows are here"
-        stream.launch(self._gather, x, topk_weights, topk_ids, self._sizes(rows))
+        stream.outside(self._gather, x, topk_weights, topk_ids, self._sizes(rows))
         pairs = self.buffers.pairs
         n = rounded_pairs(sum(rows) * topk_ids.shape[1])
         return Dispatched(pairs.x[:n], pairs.weights[:n], pairs.ids[:n], self.buffers.results[:n])
 
     def combine(self, stream: Stream, dispatched: Dispatched, out: torch.Tensor) -> None:
-        stream.launch(self._bring_home, out)
+        stream.outside(self._bring_home, out)
 
     def _own_rows(self, rows: int) -> tuple[int, int]:
         """(first, count) of this rank's rows among those that it shares."""
