@@ -183,12 +183,16 @@ class _Trial:
             self.out.that(not wrong, "ids", Found(what, layer, "moe.topk_ids", row))
 
     def _load(self, counted: torch.Tensor, how: str) -> None:
-        """Expert load goes up by real rows times experts of a token, in every sparse layer."""
-        config = self.stage.worker.model.config
+        """Expert load goes up by real rows times experts of a token, in every sparse layer; of ranks that share rows
+        one counts.
+        """
+        config, load = self.stage.worker.model.config, self.stage.worker.load
         assert config.moe is not None
+        assert load is not None
+        counting = self.rows * int(load.live)
         for layer, (spec, count) in enumerate(zip(config.layers, counted.tolist(), strict=True)):
-            want = self.rows * config.moe.top_k if spec.sparse else 0
-            what = f"expert load went up by {count}, not by {self.rows} rows x {config.moe.top_k}, {how}"
+            want = counting * config.moe.top_k if spec.sparse else 0
+            what = f"expert load went up by {count}, not by {counting} rows x {config.moe.top_k}, {how}"
             self.out.that(count == want, "load", Found(what, layer, "expert_load"))
 
     def blame(self, way: Way) -> None:

@@ -73,8 +73,6 @@ class Stage:
         self._captured: set[tuple[str, int]] = set()
         self._taps: Taps | None = None
         self._layers = worker.model.layers
-        if worker.load is not None:
-            worker.load.set_live(True)  # on every rank, whoever speaks for its group
         self.cache_contexts()
 
     def cache_contexts(self) -> None:
