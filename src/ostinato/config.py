@@ -32,6 +32,8 @@ ISAS = ("auto", "avx512_bf16", "portable")
 QUANTIZATIONS = ("int8",)
 DISPATCHES = ("gathered", "sharded", "all_to_all")
 TRANSPORTS = ("auto", "shm", "gloo")
+DEMO_NAME = "demo"
+"""What the bundled model may be called, where no directory of that name is meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

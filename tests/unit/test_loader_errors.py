@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ostinato.attention import ReferenceAttention
+from ostinato.engine.launch import locate_model
 from ostinato.errors import ModelError, PadContractError
 from ostinato.graphs.stream import EagerStream
 from ostinato.models import CausalLM, load_model, read_config, resolve_model
@@ -294,6 +295,14 @@ def test_renamed_and_ignored_prefixes(tmp_path: Path) -> None:
 
 def test_resolve_a_directory_a_file_and_nonsense(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_the_demo_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory of that name comes first, as with every other name."""
+    monkeypatch.chdir(tmp_path)
+    assert locate_model("demo") == locate_model(None)
+    (tmp_path / "demo").mkdir()
+    assert locate_model("demo") == Path("demo")
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="is a file; give the checkpoint's directory"):
         resolve_model(tmp_path / "file")

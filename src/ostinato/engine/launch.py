@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from ostinato.attention.backend import AttentionBackend
-from ostinato.config import EngineConfig, cache_dir
+from ostinato.config import DEMO_NAME, EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.kernels import Kernels, choose_kernels
 from ostinato.engine.prefill_delayer import (
@@ -281,8 +281,10 @@ def _scheduler(
 
 
 def locate_model(model: str | None) -> Path:
-    """The checkpoint directory of a model option: the bundled demo, a fetched model, a local path or a hub id."""
-    if model is None:
+    """The checkpoint directory of a model option: the bundled demo (None, or its name), a fetched model, a local path
+    or a hub id. A directory comes before names.
+    """
+    if model is None or (model == DEMO_NAME and not Path(model).is_dir()):
         return Path(__file__).parents[1] / "demo"
     if model in FETCHABLE and not Path(model).is_dir():
         return fetched(model, cache_dir=cache_dir())

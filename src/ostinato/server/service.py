@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from ostinato import __version__
-from ostinato.config import EngineConfig, ServerConfig
+from ostinato.config import DEMO_NAME, EngineConfig, ServerConfig
 from ostinato.engine.request import SamplingParams
 from ostinato.server.api_errors import ApiError, bad_field, engine_down
 from ostinato.server.client import EngineClient
@@ -26,7 +26,6 @@ from ostinato.server.replies import Receive, Reply
 from ostinato.server.token_text import TokenText
 from ostinato.text.tokenizer import Tokenizer
 
-DEMO_NAME = "demo"
 _TIMEOUT = "x-request-timeout"
 
 
