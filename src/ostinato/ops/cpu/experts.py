@@ -12,7 +12,7 @@ import torch
 
 from ostinato.ops.cpu import moe
 from ostinato.ops.cpu.epilogue import FP32_OUT
-from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
+from ostinato.ops.cpu.launch import UNKNOWN, Launch, LaunchCache, Runtime
 from ostinato.ops.cpu.linear import activation_dtype, check_rows, stride_bytes
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, row_function, spread_stride
@@ -149,7 +149,9 @@ class MoeExperts:
         rows, buffers = self._row_fields(x, topk_ids.shape[1], experts, weights_on_input)
         fields |= scratch | rows
         owned = (*kept, *buffers, experts)
-        return self._runtime.launch(moe.moe_entry, moe.moe_worker, fields, moe.NUM_FIELDS, owned)
+        launch = self._runtime.launch(moe.moe_entry, moe.moe_worker, fields, moe.NUM_FIELDS, owned)
+        launch.streamed = UNKNOWN  # which experts is known when the rows are routed
+        return launch
 
     def _expert_fields(self, experts: ExpertWeights) -> dict[int, int]:
         runtime, dtype = self._runtime, experts.dtype

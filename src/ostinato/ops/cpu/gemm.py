@@ -12,10 +12,9 @@ their place, the tasks or the threads.
 from __future__ import annotations
 
 from ostinato.ops.cpu.epilogue import GATED, store_tile
-from ostinato.ops.cpu.intrinsics import call_barrier, call_prepare, call_tile, stack_scratch
+from ostinato.ops.cpu.intrinsics import call_prepare, call_tile, stack_scratch
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
-    BARRIER,
     FIRST_FIELD,
     TASKS,
     THREADS,
@@ -23,6 +22,7 @@ from ostinato.ops.cpu.launch import (
     join_team,
     reset_counter,
     run_worker,
+    wait_for_team,
 )
 from ostinato.ops.cpu.memory import load_i32, load_i64, store_i64, zero_bytes
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
@@ -153,7 +153,7 @@ def gemm_worker(p: int) -> None:
     threads, member = load_i64(p + 8 * THREADS), join_team(p)
     if load_i64(p + 8 * PREPARE) != 0:
         _prepare_rows(p, member)
-        call_barrier(load_i64(p + 8 * BARRIER))
+        wait_for_team(p)
     panels, group = load_i64(p + 8 * PANELS), load_i64(p + 8 * GROUP)
     tasks = load_i64(p + 8 * TASKS)
     blocks = tasks // ((panels + group - 1) // group)

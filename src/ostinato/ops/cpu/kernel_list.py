@@ -24,7 +24,7 @@ from ostinato.ops.cpu.gemm import gemm_entry, gemm_worker
 from ostinato.ops.cpu.int8 import quantise_bf16_row, quantise_fp32_row
 from ostinato.ops.cpu.isa import Isa
 from ostinato.ops.cpu.lane_kinds import DottedBFloat16, Float32, Kind, PairedBFloat16, kind_for
-from ostinato.ops.cpu.launch import chain_entry
+from ostinato.ops.cpu.launch import chain_entry, chain_worker
 from ostinato.ops.cpu.moe import moe_entry, moe_worker
 from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
 from ostinato.ops.cpu.packing import pack_entry, pack_worker
@@ -73,7 +73,7 @@ def kernel_jobs(isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool)
     kind = kind_for(dtype, isa).name
     loading: list[Kernel] = [pack_worker, pack_entry]
     kernels: list[Kernel] = [attention_worker, gemm_worker, attention_entry]
-    kernels += [gemm_entry, rows_entry, rows_worker, advance_entry, chain_entry]
+    kernels += [gemm_entry, rows_entry, rows_worker, advance_entry, chain_entry, chain_worker]
     kernels += [choice_worker, choice_entry]
     libraries = [
         f"rows.{Float32().name}",

@@ -6,6 +6,7 @@ draw task numbers from a counter, so a disturbed thread never holds up the other
 computed. Invariant: a launch owns everything its addresses point to; calling it allocates nothing.
 
     Launch()  ->  entry(p)  ->  GOMP_parallel  ->  worker(p) in each thread  ->  task = counter++ ...
+    chain of launches  ->  GOMP_parallel once  ->  one thread calls the entries, the others help (`team`)
 """
 
 from __future__ import annotations
@@ -19,17 +20,35 @@ from typing import Any
 import torch
 
 from ostinato.ops.cpu.compile import Compiler
-from ostinato.ops.cpu.intrinsics import call_address, run_team
+from ostinato.ops.cpu.intrinsics import call_address, call_barrier, run_team
 from ostinato.ops.cpu.isa import Isa, select_isa
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.memory import fetch_add, load_i64, store_i64
+from ostinato.ops.cpu.team import AHEAD_BYTES, TEAM_WORDS, YIELD, begin, end, help_out, meet, open_launch
 from ostinato.ops.cpu.threads import ThreadPool, open_pool
 
 # The fields every parameter block begins with.
-WORKER, PARALLEL, BARRIER, THREADS, COUNTER, TASKS, FIRST_FIELD = range(7)
+(
+    WORKER,
+    PARALLEL,
+    BARRIER,
+    THREADS,
+    COUNTER,
+    TASKS,
+    TEAM,  # address of the team of the chain that runs the launch, or one of the numbers below
+    FOLLOWS,  # in a chain: address of the weights that the next launch reads, 0 for none
+    FOLLOWS_SHARE,  # bytes of them that a thread begins with
+    FIRST_FIELD,
+) = range(10)
+NO_TEAM, WANTED, ALONE = range(
+    3
+)  # for TEAM: no chain; a chain that asks whether one is worth it; nobody else
+# A chain's block: the common fields, then these, then entry and block of each launch.
+COUNT, NEXT, JOINED, LAUNCHES = range(FIRST_FIELD, FIRST_FIELD + 4)
 COUNTERS = 8  # counters of a launch, each in a cache line of its own; the last one numbers the members
 PHASES = 5  # behind them lie the counters of every thread's share, by phase
 SMALL_WORK = 16384  # 4-byte words touched, below which starting the team costs more than it saves
+SMALL_IN_CHAIN = 4096  # and where the team is there already
 
 _MOST_LAUNCHES = 4096
 
@@ -37,17 +56,41 @@ Entry = Callable[[int], None]
 _ENTRY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Weights that a launch reads front to back: their address, and the bytes of each thread's share."""
+
+    address: int
+    share: int
+
+
+UNKNOWN = Streamed(0, 0)  # much, but what is known only when it runs
+
+
 class Launch:
-    """A kernel bound to its tensors: call it to run. `chain` makes one call of many."""
+    """A kernel bound to its tensors: call it to run. `chain` makes one call of many, its `parts`.
 
-    __slots__ = ("_chain_entry", "_run", "address", "entry", "kept")
+    `streamed`: what it reads; None for next to nothing.
+    """
 
-    def __init__(self, entry: int, block: torch.Tensor, kept: tuple[Any, ...], chain_entry: int) -> None:
+    __slots__ = ("_make_chain", "_run", "address", "block", "entry", "kept", "parts", "streamed")
+
+    def __init__(
+        self,
+        entry: int,
+        block: torch.Tensor,
+        kept: tuple[Any, ...],
+        make_chain: Callable[[tuple[Launch, ...]], Launch],
+        parts: tuple[Launch, ...] = (),
+    ) -> None:
         self.entry = entry
+        self.block = block
         self.address = block.data_ptr()
-        self.kept = (block, *kept)
+        self.kept = kept
+        self.streamed: Streamed | None = None
+        self.parts = parts
         self._run: Any = _ENTRY_TYPE(entry)
-        self._chain_entry = chain_entry
+        self._make_chain = make_chain
 
     def __call__(self) -> None:
         self._run(self.address)
@@ -55,10 +98,8 @@ class Launch:
     @staticmethod
     def chain(launches: Sequence[Launch]) -> Launch:
         """A launch that runs all of these, one after the other, without Python in between."""
-        pairs = [word for launch in launches for word in (launch.entry, launch.address)]
-        block = torch.tensor([len(launches), *pairs], dtype=torch.int64)
-        entry = launches[0]._chain_entry
-        return Launch(entry, block, tuple(launches), entry)
+        parts = tuple(part for launch in launches for part in launch.parts or (launch,))
+        return parts[0]._make_chain(parts)
 
 
 class LaunchCache:
@@ -100,17 +141,48 @@ class Runtime:
         """A launch of `entry` with these fields (by index), keeping `kept` alive."""
         lines = COUNTERS + PHASES * self.pool.num_threads
         counters = torch.zeros(8 * lines + 8, dtype=torch.int64)
-        fixed = {
+        fields = {**self._common(worker, counters), **values}
+        block = torch.tensor([fields.get(i, 0) for i in range(num_fields)], dtype=torch.int64)
+        owned = (counters, self.compiler, *kept)
+        return Launch(self.compiler.address(entry), block, owned, self._chain)
+
+    def _common(self, worker: Entry, counters: torch.Tensor) -> dict[int, int]:
+        return {
             WORKER: self.compiler.address(worker),
             PARALLEL: self.pool.parallel,
             BARRIER: self.pool.barrier,
             THREADS: self.pool.num_threads,
-            COUNTER: -(-counters.data_ptr() // 64) * 64,
+            COUNTER: _aligned(counters),
         }
-        fields = {**fixed, **values}
-        block = torch.tensor([fields.get(i, 0) for i in range(num_fields)], dtype=torch.int64)
-        owned = (counters, self.compiler, *kept)
-        return Launch(self.compiler.address(entry), block, owned, self.compiler.address(chain_entry))
+
+    def _chain(self, parts: tuple[Launch, ...]) -> Launch:
+        """One launch of all these, each told what the next one streams."""
+        team = torch.zeros(16, dtype=torch.int64)
+        begin_of_team = (_aligned(team) - team.data_ptr()) // 8
+        assert TEAM_WORDS <= 8
+        team[begin_of_team + YIELD] = self.pool.yield_core
+        fields = {**self._common(chain_worker, team), TEAM: _aligned(team), COUNT: len(parts)}
+        words = [fields.get(i, 0) for i in range(LAUNCHES)]
+        block = torch.tensor(
+            [*words, *(word for part in parts for word in (part.entry, part.address))], dtype=torch.int64
+        )
+        for part, following in zip(parts, _next_streams(parts), strict=True):
+            part.block[FOLLOWS], part.block[FOLLOWS_SHARE] = following.address, following.share
+        return Launch(self.compiler.address(chain_entry), block, (team, self.compiler), self._chain, parts)
+
+
+def _next_streams(parts: Sequence[Launch]) -> list[Streamed]:
+    """For each launch, what the next one reads that reads much."""
+    following, found = UNKNOWN, []
+    for part in reversed(parts):
+        found.append(following)
+        following = part.streamed or following
+    return found[::-1]
+
+
+def _aligned(words: torch.Tensor) -> int:
+    """The first address in `words` that begins a cache line."""
+    return -(-words.data_ptr() // 64) * 64
 
 
 def open_runtime(
@@ -120,10 +192,41 @@ def open_runtime(
     return Runtime(select_isa(isa), open_pool(num_threads), Compiler(cache_dir))
 
 
+@njit(error_model="numpy")
+def _call_launch(p: int, number: int, team: int) -> int:
+    """Call one launch of a chain with this team; returns what it made of the team."""
+    launch = load_i64(p + 8 * (LAUNCHES + 2 * number + 1))
+    store_i64(team, launch + 8 * TEAM)
+    call_address(load_i64(p + 8 * (LAUNCHES + 2 * number)), launch)
+    found = load_i64(launch + 8 * TEAM)
+    store_i64(NO_TEAM, launch + 8 * TEAM)
+    return found
+
+
 def chain_entry(p: int) -> None:
-    """Call n entries; the block holds n, then entry and address of each."""
-    for i in range(load_i64(p)):
-        call_address(load_i64(p + 16 * i + 8), load_i64(p + 16 * i + 16))
+    """Call all launches in order. The team gathers after the first that is worth one, and stays to the end."""
+    count, done = load_i64(p + 8 * COUNT), 0
+    alone = load_i64(p + 8 * PARALLEL) == 0 or load_i64(p + 8 * THREADS) == 1
+    while done < count:
+        wanted = _call_launch(p, done, NO_TEAM if alone else WANTED)
+        done += 1
+        if not alone and wanted == NO_TEAM and done + 1 < count:
+            store_i64(done, p + 8 * NEXT)
+            store_i64(0, p + 8 * JOINED)
+            begin(load_i64(p + 8 * TEAM))
+            run_team(load_i64(p + 8 * PARALLEL), load_i64(p + 8 * WORKER), p, load_i64(p + 8 * THREADS))
+            return
+
+
+def chain_worker(p: int) -> None:
+    """The first thread to come leads, the others help."""
+    team, member = load_i64(p + 8 * TEAM), fetch_add(p + 8 * JOINED, 1)
+    if member > 0:
+        help_out(team, member, 8 * FOLLOWS, 8 * FOLLOWS_SHARE)
+        return
+    for number in range(load_i64(p + 8 * NEXT), load_i64(p + 8 * COUNT)):
+        _call_launch(p, number, team)
+    end(team)
 
 
 @njit(error_model="numpy")
@@ -158,8 +261,28 @@ def draw(p: int, phase: int, owner: int, tasks: int) -> int:
 def run_worker(p: int, work: int) -> None:
     """Run the worker in the team; alone when the work is small or there is no team."""
     threads, parallel = load_i64(p + 8 * THREADS), load_i64(p + 8 * PARALLEL)
-    worker = load_i64(p + 8 * WORKER)
-    if parallel == 0 or (threads > 1 and work < SMALL_WORK):
+    worker, team = load_i64(p + 8 * WORKER), load_i64(p + 8 * TEAM)
+    if team > ALONE:
+        if work < SMALL_IN_CHAIN:
+            store_i64(ALONE, p + 8 * TEAM)
+            call_address(worker, p)
+        else:
+            open_launch(team, worker, p)
+            call_address(worker, p)
+            ahead = load_i64(p + 8 * FOLLOWS)
+            meet(team, ahead, ahead + min(load_i64(p + 8 * FOLLOWS_SHARE), AHEAD_BYTES))
+    elif parallel == 0 or (threads > 1 and work < SMALL_WORK):
         call_address(worker, p)
     else:
+        store_i64(NO_TEAM, p + 8 * TEAM)  # tells a chain that it was worth one
         run_team(parallel, worker, p, threads)
+
+
+@njit(error_model="numpy")
+def wait_for_team(p: int) -> None:
+    """A worker's barrier: wait until all who run it have come here."""
+    team = load_i64(p + 8 * TEAM)
+    if team > ALONE:
+        meet(team, 0, 0)
+    elif team != ALONE:
+        call_barrier(load_i64(p + 8 * BARRIER))

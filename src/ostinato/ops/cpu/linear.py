@@ -12,7 +12,7 @@ import torch
 
 from ostinato.ops.cpu import gemm
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED
-from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime
+from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime, Streamed
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, RowFunction, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
@@ -116,7 +116,10 @@ class Linear:
         }
         rows, scratch = self._row_fields(x, panels, prepare)
         fields |= rows | self._panel_fields(panels)
-        return runtime.launch(gemm.gemm_entry, gemm.gemm_worker, fields, gemm.NUM_FIELDS, (weight, scratch))
+        launch = runtime.launch(gemm.gemm_entry, gemm.gemm_worker, fields, gemm.NUM_FIELDS, (weight, scratch))
+        share = -(-panels.num_panels // runtime.pool.num_threads) * panels.panel_bytes
+        launch.streamed = Streamed(panels.words.data_ptr(), share)
+        return launch
 
     def _panel_fields(self, panels: Panels) -> dict[int, int]:
         runtime = self._runtime

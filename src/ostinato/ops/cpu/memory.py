@@ -1,4 +1,4 @@
-"""Numba intrinsics that read and write memory by address, and an atomic counter.
+"""Numba intrinsics that read and write memory by address, atomically where threads meet.
 
 Kernels take one address of a block of parameters and find everything else from it, so a launch is one cheap
 call. Knows nothing of what lies at the addresses. Invariant: callers own every address they pass.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 
 from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import F32, F64, I32, I64, POINTER, Lanes
@@ -101,6 +101,65 @@ def fetch_add(typing_context: Any, address: Any, amount: Any) -> _Signature:
         return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def load_shared(typing_context: Any, address: Any) -> _Signature:
+    """The int64 at `address`, with all that whoever stored it (`store_shared`, `compare_swap`) wrote before."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.PointerType(I64))
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def store_shared(typing_context: Any, value: Any, address: Any) -> _Signature:
+    """Write an int64 to `address`, after all that was written before."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[0], builder.inttoptr(args[1], ir.PointerType(I64)), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def compare_swap(typing_context: Any, address: Any, expected: Any, value: Any) -> _Signature:
+    """Atomically put `value` in the place of `expected` at `address`; 1 if it was there, else 0."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.PointerType(I64))
+        pair = builder.cmpxchg(pointer, args[1], args[2], "acq_rel", "acquire")
+        return builder.zext(builder.extract_value(pair, 1), I64)
+
+    return types.int64(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def prefetch_line(typing_context: Any, address: Any) -> _Signature:
+    """Ask for the cache line at `address`, into the second-level cache."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Lanes(builder).prefetch(args[0], nearest=False)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def pause(typing_context: Any) -> _Signature:
+    """Tell the core that this is a loop that waits."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        machine = binding.get_default_triple().partition("-")[0]
+        hint = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}.get(machine)
+        if hint is not None:
+            Lanes(builder).call(hint[0], ir.VoidType(), *(ir.Constant(I32, n) for n in hint[1]))
+        return context.get_dummy_value()
+
+    return types.void(), emit
 
 
 @intrinsic

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED, combine_slots, scale_row, store_tile
 from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_group
-from ostinato.ops.cpu.intrinsics import call_barrier, call_prepare, call_tile, stack_scratch
+from ostinato.ops.cpu.intrinsics import call_prepare, call_tile, stack_scratch
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
-    BARRIER,
     FIRST_FIELD,
     THREADS,
     draw,
     join_team,
     reset_counter,
     run_worker,
+    wait_for_team,
 )
 from ostinato.ops.cpu.memory import claim_lines, load_i32, load_i64, store_i64
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
@@ -326,18 +326,17 @@ def _combine(p: int, member: int) -> None:
 def moe_worker(p: int) -> None:
     """The phases, with the team waiting between them."""
     scratch, member = stack_scratch(), join_team(p)
-    barrier = load_i64(p + 8 * BARRIER)
     if load_i64(p + 8 * NUM_ACTIVE) > 0:
         if load_i64(p + 8 * ON_INPUT) != 0 or load_i64(p + 8 * PREPARE) != 0:
             _prepare_inputs(p, member)
-            call_barrier(barrier)
+            wait_for_team(p)
         _run_experts(p, 1, scratch, member)
-        call_barrier(barrier)
+        wait_for_team(p)
         if load_i64(p + 8 * PREPARE_HIDDEN) != 0:
             _prepare_hidden(p, member)
-            call_barrier(barrier)
+            wait_for_team(p)
         _run_experts(p, 3, scratch, member)
-        call_barrier(barrier)
+        wait_for_team(p)
     _combine(p, member)
 
 

@@ -7,9 +7,8 @@ is decided by a counter and by the size of the step, and never changes a bit.
 from __future__ import annotations
 
 from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES
-from ostinato.ops.cpu.intrinsics import call_barrier
 from ostinato.ops.cpu.jit import njit
-from ostinato.ops.cpu.launch import BARRIER, COUNTER, TASKS, THREADS, draw, reset_counter, run_worker
+from ostinato.ops.cpu.launch import COUNTER, TASKS, THREADS, draw, reset_counter, run_worker, wait_for_team
 from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
 from ostinato.ops.cpu.paged_attention import (
     AT_ONCE,
@@ -229,7 +228,7 @@ def attention_worker(p: int) -> None:
     rows = load_i64(load_i64(p + 8 * COUNTS) + 8)
     if rows > _ROWS_WRITTEN_FIRST:
         _write_rows(p, rows)
-        call_barrier(load_i64(p + 8 * BARRIER))
+        wait_for_team(p)
     if load_i64(p + 8 * BY_CHUNK):
         _attend_chunks(p, scratch, thread)
     else:

@@ -9,6 +9,7 @@ torch computes with.
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +22,15 @@ _RUNTIMES = ("libgomp", "libomp", "libiomp")
 
 @dataclass(frozen=True, slots=True)
 class ThreadPool:
-    """Team size, and the addresses of GOMP_parallel and GOMP_barrier (0 without a pool: kernels run
-    serially).
+    """Team size, and the addresses of GOMP_parallel and GOMP_barrier (0 without a pool: kernels run serially) and of
+    sched_yield (0 where there is none).
     """
 
     num_threads: int
     parallel: int
     barrier: int
     library: str
+    yield_core: int = 0
 
 
 def openmp_libraries() -> list[str]:
@@ -73,4 +75,10 @@ def open_pool(num_threads: int | None = None) -> ThreadPool:
         )
     except AttributeError:  # an LLVM runtime without the GNU entry points
         return ThreadPool(1, 0, 0, path)
-    return ThreadPool(threads, parallel, barrier, path)
+    return ThreadPool(threads, parallel, barrier, path, _yield_core())
+
+
+def _yield_core() -> int:
+    """Address of sched_yield, or 0."""
+    found = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "sched_yield", None)
+    return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
