@@ -48,6 +48,16 @@ def verify(
         str | None,
         typer.Option(help="Break the deployment on purpose first: fault, fault:rank or fault:rank:layer."),
     ] = None,
+    reference: Annotated[
+        str, typer.Option(help="Compare with transformers where it is installed (auto|off).")
+    ] = "auto",
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompt to compare with transformers (repeatable).", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of such prompts, one a line.", show_default=False)
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the report there as JSON.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write the report there as one HTML page.")
@@ -59,8 +69,11 @@ def verify(
     for path in (as_json, html):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}; make it first")
+    if reference not in ("auto", "off"):
+        raise ConfigError(f"reference {reference!r} is unknown; give auto or off")
     with lasting():
         from ostinato.verify.faults import Injection
+        from ostinato.verify.reference import given_prompts
         from ostinato.verify.run import Plan, known_checks
     options = command_line(model, engine, seed) + (f" --inject {shlex.quote(inject)}" if inject else "")
     plan = Plan(
@@ -68,8 +81,10 @@ def verify(
         only=known_checks(only or ()),
         cell=cell,
         seed=seed,
+        prompts=given_prompts(prompt or (), prompts),
+        reference=reference == "auto",
         inject=None if inject is None else Injection.parse(inject),
-        reproduce=lambda check, at: f"{options} --only {check} --cell {at}",
+        reproduce=lambda check, at: f"{options} --only {check}" + (f" --cell {at}" if at else ""),
     )
     report = run(config, plan, " ".join(map(shlex.quote, ["ostinato", *sys.argv[1:]])))
     keep(report, as_json, html)
@@ -119,6 +134,7 @@ def run(config: EngineConfig, plan: Plan, command: str) -> Report:
         with progress(config.progress) as tell:
             verification = Run(engine, plan)
             verification.cells(tell)
+            verification.compare()
         checks = verification.results()
         return Report(
             model=config.model or "demo",
@@ -130,7 +146,9 @@ def run(config: EngineConfig, plan: Plan, command: str) -> Report:
             started=started,
             seconds=time.monotonic() - clock,
             checks=checks,
-            passed=all(check.passed for check in checks) and not verification.broken,
+            passed=all(check.passed for check in checks)
+            and any(check.comparisons for check in checks)
+            and not verification.broken,
         )
     finally:
         engine.close()

@@ -20,13 +20,15 @@ from ostinato.verify.stage import Stage
 class Facts(msgspec.Struct, frozen=True):
     """What a stage knows of its deployment; equal on all ranks.
 
-    modes: buckets of each kind of step, most: real rows that it can have, captured: whether it is. groups:
-    data-parallel groups that step together. prefix_rows: longest suffix behind a cached prefix, 0 where none is shared.
+    modes: buckets of each kind of step, most: real rows that it can have, captured: whether it is. prompt_rows: longest
+    prompt of one step. groups: data-parallel groups that step together. prefix_rows: longest suffix behind a cached
+    prefix, 0 where none is shared.
     """
 
     modes: dict[str, tuple[int, ...]]
     most: dict[str, int]
     captured: dict[str, bool]
+    prompt_rows: int
     groups: int
     prefix_rows: int
 

@@ -21,6 +21,7 @@ from ostinato.verify.cells import CellId
 from ostinato.verify.checks import Facts, check_named
 from ostinato.verify.faults import fault_named
 from ostinato.verify.outcome import Found
+from ostinato.verify.reference import Prompt, compare
 from ostinato.verify.seam import Seam
 from ostinato.verify.stage import Stage
 
@@ -29,10 +30,10 @@ RANK_MODULE = "ostinato.verify.rank"
 
 class Ask(msgspec.Struct, frozen=True):
     """begin: make the stage. break: put `fault` into one rank, in place of any other. cell: run `check` in a cell.
-    locate: the same, with every layer watched.
+    locate: the same, with every layer watched. prompt: compare with what transformers made of it.
     """
 
-    op: Literal["begin", "break", "cell", "locate"]
+    op: Literal["begin", "break", "cell", "locate", "prompt"]
     seed: int = 0
     check: str = ""
     mode: str = ""
@@ -41,14 +42,16 @@ class Ask(msgspec.Struct, frozen=True):
     fault: str = ""
     rank: int = 0
     layer: int = 0
+    prompt: Prompt | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """facts: after a begin. checks, found: after a cell."""
+    """facts: after a begin. checks, found: after a cell or a prompt. distance: from transformers, after a prompt."""
 
     facts: Facts | None = None
     checks: int = 0
     found: list[Found] = []
+    distance: float = 0.0
 
 
 def program() -> RankProgram:
@@ -74,6 +77,9 @@ class _Verifier:
             return self._begin(engine, ask)
         if ask.op == "break":
             return self._break(engine, ask)
+        if ask.prompt is not None:
+            out, distance = compare(self._stages[engine], ask.prompt)
+            return Answer(checks=out.checks, found=list(out.found.values()), distance=distance)
         return self._cell(engine, ask)
 
     def _begin(self, engine: Engine, ask: Ask) -> Answer:
@@ -88,6 +94,7 @@ class _Verifier:
                 {mode: stage.buckets(mode) for mode in modes},
                 {mode: stage.most(mode) for mode in modes},
                 {mode: stage.captures(mode) for mode in modes},
+                min(requests.capacity, stage.worker.options.max_num_tokens),
                 stage.groups,
                 suffix if requests.shared else 0,
             )

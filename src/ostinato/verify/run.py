@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -23,8 +23,10 @@ from ostinato.verify.faults import Injection
 from ostinato.verify.findings import Cell, CheckResult, Finding, Place
 from ostinato.verify.outcome import Found
 from ostinato.verify.program import Answer, Ask
+from ostinato.verify.reference import PROMPTS, TOLERANCES, ask_transformers
 
 DEFAULT_BUDGET_S = 100.0
+REFERENCE = "reference"
 MOST_LOCATED = 3
 """Failing cells of a check that are run once more, to name the layer."""
 MOST_FAILED = 12
@@ -34,7 +36,7 @@ MOST_FAILED = 12
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to run. budget: seconds for cells. only: names of checks, all when empty. cell: that one and no other.
-    inject: a fault to put in first.
+    inject: a fault to put in first. prompts: for the comparison with transformers; reference: whether there is one.
 
     reproduce: (check, cell) -> the command that runs that cell again.
     """
@@ -44,6 +46,8 @@ class Plan:
     cell: str | None = None
     seed: int = 0
     inject: Injection | None = None
+    prompts: tuple[str, ...] = PROMPTS
+    reference: bool = True
     reproduce: Callable[[str, str], str] = lambda check, cell: f"ostinato verify --only {check} --cell {cell}"
 
     def checks(self) -> tuple[Check, ...]:
@@ -81,6 +85,7 @@ class Run:
         assert facts is not None
         self.facts: Facts = facts
         self.broken = ""
+        self._reference: CheckResult | None = None
         only = None if plan.cell is None else CellId.parse(plan.cell, facts.modes)
         if only is not None and only.bucket > max(facts.modes[only.mode], default=0):
             raise ConfigError(
@@ -168,9 +173,46 @@ class Run:
     def _ask(self, ask: Ask) -> list[Answer]:
         return [self._answers.decode(answer) for answer in self._engine.call(self._encoder.encode(ask))]
 
+    def compare(self) -> None:
+        """Compare prompts with transformers, on every rank."""
+        plan, started = self._plan, time.monotonic()
+        if self.broken or plan.cell is not None or (plan.only and REFERENCE not in plan.only):
+            return
+        reason: str = "" if plan.reference else "it was switched off"
+        asked = reason or ask_transformers(self._engine, plan.prompts, self.facts.prompt_rows)
+        cells, notes = [], []
+        for prompt in asked if not isinstance(asked, str) else ():
+            try:
+                answers = self._ask(Ask("prompt", prompt=prompt))
+            except OstinatoError as error:
+                self.broken = str(error)
+                break
+            place = Place(REFERENCE, "prompt", 0, len(prompt.ids))
+            findings = tuple(
+                Finding(replace(place, rank=rank, layer=one.layer, row=one.row), one.what, one.max_abs, again)
+                for again in (plan.reproduce(REFERENCE, ""),)
+                for rank, answer in enumerate(answers)
+                for one in answer.found
+            )
+            cells.append(Cell("prompt", place.bucket, place.n, sum(a.checks for a in answers), findings))
+            notes.append(max(answer.distance for answer in answers))
+        tolerance = TOLERANCES[self._engine.model_config.dtype]
+        said = f"log-probabilities are at most {max(notes, default=0.0):.2g} away; up to {tolerance.logprob:g} passes"
+        self._reference = CheckResult(
+            REFERENCE,
+            "Reference",
+            "Next tokens and log-probabilities are those of transformers in fp32, within the dtype's tolerance.",
+            tuple(cells),
+            len(cells),
+            time.monotonic() - started,
+            asked if isinstance(asked, str) else "",
+            (said,) if cells else (),
+        )
+
     def results(self) -> tuple[CheckResult, ...]:
         """Every check that the plan asks for, those that could not run included."""
-        return tuple(self._result(check) for check in self._plan.checks())
+        found = tuple(self._result(check) for check in self._plan.checks())
+        return found if self._reference is None else (*found, self._reference)
 
     def _result(self, check: Check) -> CheckResult:
         queues = [q for q in self._queues if q.check is check]
@@ -184,8 +226,8 @@ class Run:
         notes = []
         if done and len(done) < possible:
             notes.append(
-                f"{len(done)} of {possible} cells: n = 1, B//2+1, B-1 and B of every bucket first, then others by "
-                f"seed {self._plan.seed}, until the time was up"
+                f"not all cells: n = 1, B//2+1, B-1 and B of every bucket B, then others by seed {self._plan.seed}, "
+                f"until {self._plan.budget:g} s were up"
             )
         if any(q.failed >= MOST_FAILED for q in queues):
             notes.append(f"left after {MOST_FAILED} failing cells of a mode")
@@ -195,9 +237,9 @@ class Run:
         )
 
 
-def known_checks(names: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names as they are; raises ConfigError for one that is no check, nor one of `more`."""
-    every = [check.name for check in CHECKS] + list(more)
+def known_checks(names: Sequence[str]) -> tuple[str, ...]:
+    """The names as they are; raises ConfigError for one that is no check."""
+    every = [*(check.name for check in CHECKS), REFERENCE]
     for name in names:
         if name not in every:
             raise ConfigError(f"there is no check {name!r}; choose among {', '.join(every)}")

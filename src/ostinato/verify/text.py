@@ -16,14 +16,17 @@ from rich.text import Text
 from ostinato.verify.findings import CheckResult, Finding, Report
 
 MOST_FINDINGS = 12
+WIDE = 110
+"""Columns from which on a check's promise stands beside it."""
 
 
 def show(report: Report, console: Console) -> None:
     """Print all of it."""
     console.print(_head(report))
-    console.print(_checks(report))
-    for note in [f"{check.title}: {note}" for check in report.checks for note in check.notes]:
-        console.print(Text(note, style="dim"))
+    console.print(_checks(report, promises=console.width >= WIDE))
+    for note in dict.fromkeys(note for check in report.checks for note in check.notes):
+        titles = [check.title for check in report.checks if note in check.notes]
+        console.print(Text(f"{', '.join(titles)}: {note}", style="dim"))
     findings = list(report.findings())
     for finding in findings[:MOST_FINDINGS]:
         console.print(_finding(finding))
@@ -53,9 +56,17 @@ def _line(facts: Mapping[str, str], names: tuple[str, ...]) -> str:
     return "; ".join(facts[n] if n in own else f"{n} {facts[n]}" for n in names if n in facts)
 
 
-def _checks(report: Report) -> Table:
+def _checks(report: Report, *, promises: bool) -> Table:
     table = Table(
-        "", "check", "cells", "comparisons", "time", "proves", box=None, padding=(0, 1), header_style="dim"
+        "",
+        "check",
+        "cells",
+        "comparisons",
+        "time",
+        "proves" if promises else "",
+        box=None,
+        padding=(0, 1),
+        header_style="dim",
     )
     for right in (2, 3, 4):
         table.columns[right].justify = "right"
@@ -75,7 +86,7 @@ def _checks(report: Report) -> Table:
             cells,
             str(check.comparisons),
             f"{check.seconds:.1f} s",
-            check.promise,
+            check.promise if promises else "",
         )
     return table
 
@@ -98,6 +109,8 @@ def _finding(finding: Finding) -> RenderableType:
 def _verdict(report: Report, findings: list[Finding]) -> RenderableType:
     ran = [check for check in report.checks if not check.skipped]
     cells, comparisons = sum(len(c.cells) for c in ran), sum(c.comparisons for c in ran)
+    if not comparisons and not findings:
+        return Panel(Text("NOTHING RAN, so nothing is proved.", style="bold yellow"), border_style="yellow")
     if report.passed:
         what = f"PASSED  {comparisons} comparisons in {cells} cells, {report.seconds:.0f} s: no bit out of place."
         return Panel(Text(what, style="bold green"), border_style="green")

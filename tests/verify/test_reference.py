@@ -1,0 +1,63 @@
+"""The comparison with transformers: it passes, names the layer where something is added twice, and says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.engine.engine import Engine
+from ostinato.errors import ConfigError
+from ostinato.verify.faults import Injection, fault_named
+from ostinato.verify.findings import CheckResult
+from ostinato.verify.reference import PROMPTS, ask_transformers, given_prompts
+from ostinato.verify.run import Plan, Run
+
+TEXTS = ("w3 w14 w15 w92 w65 w35 w89 w79", "w27 w18 w28 w18 w28")
+
+
+def compared(engine: Engine, **options: Any) -> CheckResult:
+    verification = Run(engine, Plan(only=("reference",), prompts=TEXTS, **options))
+    verification.cells(lambda title, failed, share: None)
+    verification.compare()
+    (result,) = verification.results()
+    return result
+
+
+def test_it_agrees_and_a_sum_taken_twice_is_named(opened: Callable[..., Engine]) -> None:
+    engine = opened("qwen2_moe")
+    result = compared(engine)
+    assert [(cell.mode, cell.n) for cell in result.cells] == [("prompt", 8), ("prompt", 5)]
+    assert result.passed
+    assert result.comparisons == 2 * (8 + 5)
+    assert "up to 0.002 passes" in result.notes[0]
+    broken = compared(engine, inject=Injection(fault_named("summed-twice"), 0, 1))
+    assert not broken.passed
+    assert {finding.place.layer for finding in broken.findings} == {1}
+    assert all(
+        finding.place.rank == 0 and "--only reference" in finding.reproduce for finding in broken.findings
+    )
+
+
+def test_what_cannot_be_compared_is_skipped_with_a_reason(
+    opened: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = opened("llama")
+    assert compared(engine, reference=False).skipped == "it was switched off"
+    engine.config = engine.config.replace(quantization="int8", kernels="numba")
+    assert ask_transformers(engine, TEXTS, 64) == "int8 weights are not those that transformers would run"
+    engine.config = engine.config.replace(quantization=None)
+    engine.directory = tmp_path
+    assert "transformers cannot load it" in str(ask_transformers(engine, TEXTS, 64))
+
+
+def test_prompts(tmp_path: Path) -> None:
+    assert given_prompts((), None) == PROMPTS
+    file = tmp_path / "prompts"
+    file.write_text("one\n\ntwo\n")
+    assert given_prompts(("zero",), file) == ("zero", "one", "two")
+    for wrong in (lambda: given_prompts(("",), None), lambda: given_prompts((), tmp_path / "none")):
+        with pytest.raises(ConfigError, match="prompt"):
+            wrong()
