@@ -1,4 +1,4 @@
-"""The comparison with transformers: it passes, names the layer where something is added twice, and says why it cannot."""
+"""The comparison with transformers: it passes, names the layer of a sum taken twice, and says why it cannot be made."""
 
 from __future__ import annotations
 
