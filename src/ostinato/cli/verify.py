@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,7 +75,6 @@ def verify(
         from ostinato.verify.faults import Injection
         from ostinato.verify.reference import given_prompts
         from ostinato.verify.run import Plan, known_checks
-    options = command_line(model, engine, seed) + (f" --inject {shlex.quote(inject)}" if inject else "")
     plan = Plan(
         budget=budget,
         only=known_checks(only or ()),
@@ -84,17 +83,20 @@ def verify(
         prompts=given_prompts(prompt or (), prompts),
         reference=reference == "auto",
         inject=None if inject is None else Injection.parse(inject),
-        reproduce=lambda check, at: f"{options} --only {check}" + (f" --cell {at}" if at else ""),
+        reproduce=again(model, engine, seed, inject),
     )
     report = run(config, plan, " ".join(map(shlex.quote, ["ostinato", *sys.argv[1:]])))
-    keep(report, as_json, html)
-    from rich.console import Console
-
-    from ostinato.verify.text import show
-
-    show(report, Console())
+    show_and_keep(report, as_json, html)
     if not report.passed:
         raise typer.Exit(FAILED)
+
+
+def again(
+    model: str | None, engine: dict[str, Any], seed: int, inject: str | None
+) -> Callable[[str, str], str]:
+    """(check, cell) -> the command that runs it again; an empty cell for checks that have none."""
+    words = command_line(model, engine, seed) + (f" --inject {shlex.quote(inject)}" if inject else "")
+    return lambda check, cell: f"{words} --only {check}" + (f" --cell {cell}" if cell else "")
 
 
 def command_line(model: str | None, engine: dict[str, Any], seed: int) -> str:
@@ -169,8 +171,8 @@ def progress(shown: bool) -> Iterator[Progress]:
         yield tell
 
 
-def keep(report: Report, as_json: Path | None, html: Path | None) -> None:
-    """Write the files that were asked for."""
+def show_and_keep(report: Report, as_json: Path | None, html: Path | None) -> None:
+    """Write the files that were asked for, and print the report."""
     if as_json is not None:
         from ostinato.verify.findings import to_json
 
@@ -179,3 +181,8 @@ def keep(report: Report, as_json: Path | None, html: Path | None) -> None:
         from ostinato.verify.html import render
 
         html.write_text(render(report), encoding="utf-8")
+    from rich.console import Console
+
+    from ostinato.verify.text import show
+
+    show(report, Console())

@@ -10,7 +10,7 @@ skipped, with the reason, never passed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ class Tolerance:
     hidden: float
 
 
-TOLERANCES = {
+TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.float32: Tolerance(2e-3, 1e-3),
     torch.float16: Tolerance(0.1, 0.02),
     torch.bfloat16: Tolerance(0.5, 0.1),
