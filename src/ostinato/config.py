@@ -27,7 +27,8 @@ GRAPHS = ("auto", "eager", "tape", "cuda")
 PREFILL_GRAPHS = ("auto", "full", "breakable", "eager")
 CAPTURES = ("lazy", "startup")
 DEVICES = ("auto", "cpu", "cuda")
-KERNELS = ("auto", "numba", "reference")
+KERNELS = ("auto", "numba", "triton", "reference")
+PRODUCTS = ("exact", "library")
 ISAS = ("auto", "avx512_bf16", "portable")
 QUANTIZATIONS = ("int8",)
 DISPATCHES = ("gathered", "sharded", "all_to_all")
@@ -51,8 +52,11 @@ class EngineConfig:
     quantization: str | None = _option(
         None, "Keep and multiply weights as int8, all but routers and head", choices=QUANTIZATIONS
     )
-    device: str = _option("auto", "Where to run; auto takes the GPU when there is one", choices=DEVICES)
+    device: str = _option("auto", "Where to run; auto is the CPU", choices=DEVICES)
     kernels: str = _option("auto", "Compiled kernels, or plain torch as the reference", choices=KERNELS)
+    gpu_products: str = _option(
+        "exact", "Dense products on a GPU: fixed tiles, or cuBLAS, which follows the batch", choices=PRODUCTS
+    )
     isa: str = _option("auto", "Instructions the kernels use; auto takes the best there are", choices=ISAS)
     threads: int | None = _option(None, "CPU threads; all cores when left out", minimum=1)
     seed: int = _option(0, "Seed of requests that have none of their own", minimum=0, flag=False)
@@ -242,6 +246,12 @@ _COMBINATIONS: tuple[_Refused, ...] = (
         ),
     ),
     (
+        lambda c: c.gpu_products != "exact" and c.device != "cuda",
+        lambda c: (
+            f"gpu_products {c.gpu_products!r} needs device 'cuda', device is {c.device!r}; leave it out"
+        ),
+    ),
+    (
         lambda c: c.quantization is not None and c.kernels == "reference",
         lambda c: (
             f"quantization {c.quantization!r} needs compiled kernels, kernels is 'reference'; use 'numba'"
@@ -300,6 +310,12 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
         return None
     found = LaunchedRank(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"])
     return found if found.size > 1 else None
+
+
+def triton_is_interpreted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether Triton will run kernels in its interpreter, on a CPU: TRITON_INTERPRET, as Triton itself reads it."""
+    env = os.environ if environ is None else environ
+    return env.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:

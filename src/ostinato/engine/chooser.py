@@ -18,15 +18,19 @@ from ostinato.ops.opset import OpSet
 
 
 class Chooser:
-    """Chooses for up to `max_bs` rows. `tokens` int64 [max_bs] is what was chosen, `positions` int64 where from."""
+    """Chooses for up to `max_bs` rows. `tokens` int64 [max_bs] is what was chosen, `positions` int64 where from.
 
-    def __init__(self, max_bs: int, ops: OpSet) -> None:
-        self.tokens = torch.zeros(max_bs, dtype=torch.int64)
-        self.positions = torch.zeros(max_bs, dtype=torch.int64)
-        self._seeds = torch.zeros(max_bs, dtype=torch.int64)
-        self._rules = torch.zeros(max_bs, 4, dtype=torch.float64)
+    Both lie on the device. The host's side of them is the same memory on a CPU, else copied there and back.
+    """
+
+    def __init__(self, max_bs: int, ops: OpSet, device: torch.device | str = "cpu") -> None:
+        rules = torch.zeros(max_bs, 4, dtype=torch.float64)
+        here = (*(torch.zeros(max_bs, dtype=torch.int64) for _ in range(3)), rules)
+        self._staging = None if torch.device(device).type == "cpu" else here
+        there = here if self._staging is None else tuple(x.to(device) for x in here)
+        self.tokens, self.positions, self._seeds, self._rules = there
         # The same memory: a torch operation on a few integers costs several times as much.
-        self._host = self.tokens.numpy(), self.positions.numpy(), self._seeds.numpy(), self._rules.numpy()
+        self._host = tuple(x.numpy() for x in here)
         self._ops = ops
         self._stream = EagerStream()
         self._sample: Callable[[], None] | None = None
@@ -40,12 +44,14 @@ class Chooser:
         n = len(rows)
         _, host_positions, seeds, rules = self._host
         host_positions[:n] = positions
+        self._send(1)
         self._sample = None
         if not any(row.by_step and row.rule[0] for row in rows):
             return
         for i, row in enumerate(rows):
             seeds[i] = signed64(row.seed)
             rules[i] = row.rule if row.by_step else (0.0, 0, 1.0, 0.0)  # the host chooses that one again
+        self._send(2, 3)
         args = logits[:n], self._rules[:n], self._seeds[:n], self.positions[:n], self.tokens[:n]
         self._sample = partial(self._stream.launch, self._ops.sample, *args)
 
@@ -53,9 +59,19 @@ class Chooser:
         """The tokens of the first n rows, after a step: the greedy ones, or sampled where a row asks for that."""
         if self._sample is not None:
             self._sample()
+        if self._staging is not None:
+            self._staging[0].copy_(self.tokens)  # waits for the step
         tokens: list[int] = self._host[0][:n].tolist()
         return tokens
 
     def relay(self, tokens: Sequence[int]) -> None:
         """Tokens that were chosen elsewhere, for all rows: what the next step goes on with."""
         self._host[0][: len(tokens)] = tokens
+        self._send(0)
+
+    def _send(self, *which: int) -> None:
+        """What the host has written goes to the device, where that is elsewhere."""
+        if self._staging is not None:
+            there = self.tokens, self.positions, self._seeds, self._rules
+            for i in which:
+                there[i].copy_(self._staging[i])

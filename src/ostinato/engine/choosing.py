@@ -27,7 +27,7 @@ def choose(result: StepResult, worker: Worker) -> dict[Sequence, Sampled]:
             others.append(i)
     if others:
         rows = [result.sampling[i] for i in others]
-        sampled = sample(result.logits[others], [_sample_input(row) for row in rows], worker.model.ops)
+        sampled = sample(result.logits[others].cpu(), [_sample_input(row) for row in rows], worker.model.ops)
         for row, found in zip(rows, sampled, strict=True):
             chosen[row.sequence] = found
             if row.sequence.matcher is not None:

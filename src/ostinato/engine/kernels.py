@@ -41,6 +41,12 @@ def choose_kernels(config: EngineConfig, pool: KVPool, report: Report, *, mixtur
     "auto" takes compiled kernels wherever they can run: bf16 or fp32, pages of a multiple of 16 tokens. Raises
     ConfigError when they are asked for, by name or by a quantization, and cannot.
     """
+    if pool.device.type == "cuda" or config.kernels == "triton":
+        from ostinato.attention.triton import TritonAttention
+        from ostinato.ops.cuda.opset import TritonOps
+
+        gpu = TritonOps(pool.device, exact=config.gpu_products == "exact")
+        return Kernels(gpu, TritonAttention(pool), lambda: None)
     refused = _refused(pool.layout)
     if config.kernels == "numba" and refused:
         raise ConfigError(f"kernels 'numba' cannot run with {refused}, or kernels 'reference'")

@@ -16,6 +16,7 @@ import torch
 from ostinato.attention.backend import AttentionBackend
 from ostinato.config import DEMO_NAME, EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
+from ostinato.engine.device import choose_device, graph_backend
 from ostinato.engine.kernels import Kernels, choose_kernels
 from ostinato.engine.prefill_delayer import (
     STATE_WORDS,
@@ -34,9 +35,6 @@ from ostinato.engine.worker import Worker, WorkerOptions
 from ostinato.errors import ConfigError
 from ostinato.graphs import (
     Backend,
-    EagerBackend,
-    SegmentBackend,
-    TapeBackend,
     decode_buckets,
     prefill_buckets,
 )
@@ -105,7 +103,7 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
 
     Raises ConfigError or ModelError with the value and the remedy.
     """
-    _check_device(config)
+    device = choose_device(config)
     threads = config.threads or os.cpu_count() or 1
     if threads != torch.get_num_threads():  # the call makes one more pool, which nobody uses
         torch.set_num_threads(threads)
@@ -129,6 +127,7 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
         num_pages=sizes.num_pages,
         max_requests=sizes.max_bs,
         max_pages_per_request=-(-sizes.context_length // config.page_size) + 1,
+        device=device,
     )
     worker = _worker(config, directory, model_config, sizes, pool, report, plan)
     if config.capture == "startup" and worker.decode.backend.captures:
@@ -177,7 +176,7 @@ def _worker(
     moe = model_config.moe
     kernels = choose_kernels(config, pool, report, mixture=moe is not None)
     ops, attention = kernels.ops, kernels.attention
-    load = _expert_load(model_config, plan)
+    load, backend = _expert_load(model_config, plan, pool.device), graph_backend(config, pool.device)
     model = load_model(
         directory,
         ops=ops,
@@ -189,6 +188,7 @@ def _worker(
         consumers=lambda layer: Consumers(layer, load),
         progress=lambda done, total: report("Loading weights", done, total),
         parallel=plan if load is None else replace(plan, computed=load.rows),
+        device=pool.device,
     )
     kernels.finish()
     options = WorkerOptions(
@@ -196,12 +196,11 @@ def _worker(
         max_num_tokens=sizes.max_num_tokens,
         context_length=sizes.context_length,
         capture_on_first_use=config.capture == "lazy",
-        checks=_checks(config, directory, pool, plan, kernels),
+        checks=_checks(config, directory, pool, plan, kernels, backend.name),
     )
     depends = moe is not None and plan.topology.dp > 1
     shares = _row_shares(config, sizes, plan) if moe else 1
-    backend = _backend(config)
-    ability, slots = _prefill_graphs(config, attention, backend, sizes, plan)
+    ability, slots = _prefill_graphs(config, attention, backend, sizes, plan, pool.device)
     rules = shape_rules(config, sizes, shares)
     rules = replace(rules, max_extend_bs=slots, decode_gather=depends, extend_gather=depends)
     rebalancer = None
@@ -220,12 +219,12 @@ def _worker(
     return Worker(model, attention, pool, backend, rules, options, load, coordinator, rebalancer)
 
 
-def _expert_load(model: ModelConfig, plan: ParallelPlan) -> ExpertLoad | None:
+def _expert_load(model: ModelConfig, plan: ParallelPlan, device: torch.device) -> ExpertLoad | None:
     """Counters of a model that has experts."""
     if model.moe is None:
         return None
     slots, leads = plan.num_physical(model.moe.num_experts), plan.topology.is_leader
-    return ExpertLoad(model.num_layers, slots, leads=leads)
+    return ExpertLoad(model.num_layers, slots, device, leads=leads)
 
 
 def _row_shares(config: EngineConfig, sizes: Sizes, plan: ParallelPlan) -> int:
@@ -240,11 +239,16 @@ def _row_shares(config: EngineConfig, sizes: Sizes, plan: ParallelPlan) -> int:
 
 
 def _prefill_graphs(
-    config: EngineConfig, attention: AttentionBackend, backend: Backend, sizes: Sizes, plan: ParallelPlan
+    config: EngineConfig,
+    attention: AttentionBackend,
+    backend: Backend,
+    sizes: Sizes,
+    plan: ParallelPlan,
+    device: torch.device,
 ) -> tuple[PrefillAbility, int]:
     """What prefill graphs can do, and the requests that one holds at most."""
     mode = choose_prefill_graph(
-        config.prefill_graph, attention, backend, "cpu", dp_attention=plan.topology.dp > 1
+        config.prefill_graph, attention, backend, device.type, dp_attention=plan.topology.dp > 1
     )
     slots = prefill_slots(
         config.prefill_request_slots, mode, attention.capture_limits, sizes.max_bs, config.max_prefill_tokens
@@ -253,11 +257,11 @@ def _prefill_graphs(
 
 
 def _checks(
-    config: EngineConfig, directory: Path, pool: KVPool, plan: ParallelPlan, kernels: Kernels
+    config: EngineConfig, directory: Path, pool: KVPool, plan: ParallelPlan, kernels: Kernels, graph: str
 ) -> CheckOptions:
     """Which steps are checked while serving, and where those are written that differ."""
     traces = cache_dir() / "traces" if config.trace_dir is None else Path(config.trace_dir)
-    names = {"ops": kernels.ops.name, "attention": kernels.attention.name, "graph": _backend(config).name}
+    names = {"ops": kernels.ops.name, "attention": kernels.attention.name, "graph": graph}
     writer = TraceWriter(traces, directory, config, plan.topology, pool, names)
     return CheckOptions(config.shadow_rate, config.trace_steps, writer)
 
@@ -337,24 +341,6 @@ def shape_rules(config: EngineConfig, sizes: Sizes, attn_tp_size: int = 1) -> Sh
         attn_tp_size=attn_tp_size,
     )
     return ShapeRules(decode, prefill, max_extend_bs=sizes.max_bs, attn_tp_size=attn_tp_size)
-
-
-def _backend(config: EngineConfig) -> SegmentBackend | EagerBackend:
-    if config.graph == "eager":
-        return EagerBackend()
-    return TapeBackend()
-
-
-def _check_device(config: EngineConfig) -> None:
-    if config.device == "cuda" or config.graph == "cuda":
-        if not torch.cuda.is_available():
-            asked = "device" if config.device == "cuda" else "graph"
-            raise ConfigError(
-                f"{asked} 'cuda' needs a GPU and torch sees none; use device 'cpu' and graph 'tape' or 'eager'"
-            )
-        raise ConfigError(
-            "device 'cuda' cannot run models yet: there is no attention kernel for it in this version; use device 'cpu'"
-        )
 
 
 def _dtype(config: EngineConfig) -> torch.dtype | None:

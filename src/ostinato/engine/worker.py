@@ -106,7 +106,7 @@ class Worker:
         self.checks = StepChecks(options.checks, self.coordinator.objectors, load)
         self._attention = attention
         self._eager = EagerStream()
-        self._chooser = Chooser(options.max_bs, model.ops)
+        self._chooser = Chooser(options.max_bs, model.ops, pool.device)
         # What the decode buffers hold: the rows of the last step and their tokens, if no other step came since.
         self._held: tuple[ScheduledSequence, ...] = ()
         self._held_tokens: Ints = ()
@@ -116,9 +116,9 @@ class Worker:
         )
         sizes = options.max_bs, options.max_num_tokens
         decode = build_decode_registry(
-            options.max_bs, options.max_bs, registry_options, advance=self._advance
+            options.max_bs, options.max_bs, registry_options, device=pool.device, advance=self._advance
         )
-        self._prefill_registry = partial(build_prefill_registry, *sizes, registry_options)
+        self._prefill_registry = partial(build_prefill_registry, *sizes, registry_options, device=pool.device)
         attention.init_graph_state(*sizes)
         self.decode = self._runner(self._decode_step, decode, backend)
         self._graph_backend = backend
@@ -159,6 +159,12 @@ class Worker:
         """The chosen tokens are the next inputs, each one position on; attention's plan follows."""
         assert view.input_ids is not None
         rows = view.input_ids.shape[0]
+        lengths = (
+            view.seq_lens,
+            view.seq_lens_cpu,
+            self._attention.planned_lens[:rows],
+            self._chooser.positions[:rows],
+        )
         stream.launch(
             self.model.ops.advance,
             self._chooser.tokens[:rows],
@@ -168,12 +174,8 @@ class Worker:
             view.req_pool_indices,
             self.pool.page_table,
             self.pool.page_size,
-            (
-                view.seq_lens,
-                view.seq_lens_cpu,
-                self._attention.planned_lens[:rows],
-                self._chooser.positions[:rows],
-            ),
+            # A graph of a device cannot reach the host's lengths, which only a plan reads, and a plan writes them anew.
+            tuple(x for x in lengths if x.device == view.positions.device),
             view.num_token_non_padded,
         )
 
@@ -315,7 +317,7 @@ class Worker:
         if not rows:
             return hidden.new_zeros(0, self.model.config.vocab_size, dtype=torch.float32)
         with torch.no_grad():
-            picked = self.model.select_rows(hidden, torch.tensor(rows), self._eager)
+            picked = self.model.select_rows(hidden, torch.tensor(rows, device=hidden.device), self._eager)
             return self.model.logits(picked, self._eager)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:

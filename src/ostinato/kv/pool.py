@@ -48,7 +48,8 @@ class KVLayout:
 class KVPool:
     """Tensors of the cache: k[layer] and v[layer], [num_slots, kv_heads, head_dim], zeroed; page_table int32.
 
-    `page_table` is [max_requests + 1, max_pages_per_request]; a request's row maps its page index to a page id.
+    `page_table` is [max_requests + 1, max_pages_per_request]; a request's row maps its page index to a page id. Beside
+    a device the host keeps a copy of it, so that nothing is read back.
     """
 
     def __init__(
@@ -70,7 +71,13 @@ class KVPool:
         self.page_table = torch.full(
             (max_requests + 1, max_pages_per_request), TRASH_PAGE, dtype=torch.int32, device=device
         )
+        self._host_table = self.page_table if self.page_table.device.type == "cpu" else self.page_table.cpu()
         self._free_rows = list(range(max_requests, 0, -1))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the cache lies."""
+        return self.page_table.device
 
     @property
     def free_rows(self) -> int:
@@ -85,18 +92,26 @@ class KVPool:
         """Return a row; its entries become the trash page again."""
         assert row > 0, "row 0 is the pads'"
         assert row not in self._free_rows, f"row {row} is free already"
-        self.page_table[row].fill_(TRASH_PAGE)
+        self._host_table[row].fill_(TRASH_PAGE)
+        self._copy(row)
         self._free_rows.append(row)
 
     def write_row(self, row: int, start: int, pages: Sequence[int]) -> None:
         """Set entries `start..` of a request's row."""
         assert row > 0, "row 0 is the pads'"
         if pages:
-            self.page_table[row, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._host_table[row, start : start + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._copy(row)
+
+    def _copy(self, row: int) -> None:
+        """A row of the host's table goes to the device."""
+        if self._host_table is not self.page_table:
+            self.page_table[row].copy_(self._host_table[row])
 
     def slots(self, rows: int | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """KV slots int64 [n] of `positions` [n] of the request(s) whose page-table row(s) are `rows`."""
-        pages = self.page_table[rows, positions // self.page_size].long()
+        """KV slots int64 [n] of `positions` [n] of the request(s) whose page-table row(s) are `rows`, beside them."""
+        table = self._host_table if positions.device.type == "cpu" else self.page_table
+        pages = table[rows, positions // self.page_size].long()
         return pages * self.page_size + positions % self.page_size
 
 

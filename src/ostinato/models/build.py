@@ -48,6 +48,7 @@ def load_model(
     consumers: ConsumersOf | None = None,
     progress: Progress | None = None,
     parallel: ParallelPlan | None = None,
+    device: torch.device | str = "cpu",
 ) -> CausalLM:
     """Load the checkpoint directory `path`.
 
@@ -55,6 +56,7 @@ def load_model(
     its dtype. max_num_tokens: the most (padded) rows of a step. max_bs: the most rows of logits.
     max_positions: the longest context served, the model's own by default. consumers: load statistics and
     export of each layer. parallel: how the model is spread over ranks; this one then reads its own part alone.
+    device: where everything lies that `ops` does not pack.
 
     Raises ModelError for whatever is wrong with the checkpoint, PadContractError for parts that do not fit.
     """
@@ -62,7 +64,7 @@ def load_model(
     config = config or read_config(path)
     family = config.family
     source = WeightSource(path, renamed=family.renamed, ignored=family.ignored, progress=progress)
-    workspace = Workspace()
+    workspace = Workspace(device)
     _reserve(workspace, config, max_num_tokens, max_bs)
     positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
     plan = parallel or ParallelPlan()
@@ -148,7 +150,7 @@ class _Builder:
         return self.share.splits("vocab", self.config.vocab_size)
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
-        return self.source.take(name, shape, self.config.dtype)
+        return self.source.take(name, shape, self.config.dtype).to(self.workspace.device)
 
     def _stored(self, name: str, *shape: int) -> StoredWeight:
         """One tensor as a weight, read when it is packed."""
@@ -268,7 +270,8 @@ class _Builder:
         for known, made in self._tables:
             if known == rope:
                 return made
-        made = Rope(rope_table(rope, self.positions), self.config.family.rope_interleaved)
+        table = rope_table(rope, self.positions).to(self.workspace.device)
+        made = Rope(table, self.config.family.rope_interleaved)
         self._tables.append((rope, made))
         return made
 
