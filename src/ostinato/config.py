@@ -26,6 +26,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPHS = ("auto", "eager", "tape", "cuda")
 PREFILL_GRAPHS = ("auto", "full", "breakable", "eager")
 CAPTURES = ("lazy", "startup")
+BUCKETS = ("fixed", "auto")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "numba", "triton", "reference")
 PRODUCTS = ("exact", "library")
@@ -89,6 +90,9 @@ class EngineConfig:
     capture: str = _option("lazy", "Capture buckets when first met, or all at startup", choices=CAPTURES)
     decode_buckets: tuple[int, ...] | None = _option(None, "Decode batch sizes to capture, like 1,2,4,8")
     prefill_buckets: tuple[int, ...] | None = _option(None, "Prefill token counts to capture, like 64,256")
+    buckets: str = _option(
+        "fixed", "Keep these lists, or plan them anew from the steps seen", choices=BUCKETS
+    )
     disable_padding: bool = _option(False, "Capture every decode batch size instead of padding to buckets")
 
     shadow_rate: float = _option(
@@ -230,6 +234,10 @@ _COMBINATIONS: tuple[_Refused, ...] = (
         lambda c: (
             f"disable_padding captures every batch size, decode_buckets names {c.decode_buckets}; drop one"
         ),
+    ),
+    (
+        lambda c: c.disable_padding and c.buckets == "auto",
+        lambda c: "disable_padding captures every batch size, buckets 'auto' plans few; drop one",
     ),
     (
         lambda c: c.graph == "tape" and c.device == "cuda",

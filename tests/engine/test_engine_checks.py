@@ -10,7 +10,7 @@ import pytest
 
 from ostinato import LLM, ConfigError, EngineConfig, SamplingParams
 from ostinato.engine.shadow import CheckOptions, StepChecks
-from ostinato.graphs import Tape
+from ostinato.graphs import Tape, TapeBackend
 from ostinato.padding import GraphKey, StepMode, StepShape
 
 PROMPTS = ["It is a truth", "And the Lord said unto Moses", "To be"]
@@ -116,6 +116,7 @@ def test_which_steps_are_due_follows_from_their_number() -> None:
 
     class Ready:
         captured = (GraphKey("decode", 4, 0, ""),)
+        backend = TapeBackend()
 
     runner: Any = Ready()
     four = StepShape(StepMode.DECODE, (3,), 3, 4, 4)

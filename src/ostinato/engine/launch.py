@@ -27,6 +27,7 @@ from ostinato.engine.prefill_delayer import (
 )
 from ostinato.engine.prefill_graph import PrefillAbility, choose_prefill_graph, prefill_slots
 from ostinato.engine.progress import Report
+from ostinato.engine.replan import SERVING_COSTS, Replanner
 from ostinato.engine.residency import Residency
 from ostinato.engine.scheduler import PrefillNegotiation, Scheduler, SchedulerOptions, StepPlan
 from ostinato.engine.shadow import CheckOptions
@@ -195,7 +196,8 @@ def _worker(
         max_bs=sizes.max_bs,
         max_num_tokens=sizes.max_num_tokens,
         context_length=sizes.context_length,
-        capture_on_first_use=config.capture == "lazy",
+        capture_on_first_use=config.capture == "lazy" or config.buckets == "auto",
+        replanner=_replanner(config, backend),
         checks=_checks(config, directory, pool, plan, kernels, backend.name),
     )
     depends = moe is not None and plan.topology.dp > 1
@@ -264,6 +266,10 @@ def _checks(
     names = {"ops": kernels.ops.name, "attention": kernels.attention.name, "graph": graph}
     writer = TraceWriter(traces, directory, config, plan.topology, pool, names)
     return CheckOptions(config.shadow_rate, config.trace_steps, writer)
+
+
+def _replanner(config: EngineConfig, backend: Backend) -> Replanner | None:
+    return Replanner(SERVING_COSTS[backend.name]) if config.buckets == "auto" and backend.captures else None
 
 
 def _scheduler(

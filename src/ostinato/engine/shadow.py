@@ -70,7 +70,7 @@ class CheckOptions:
 class StepChecks:
     """`due` for every step, then `again` for those that are.
 
-    agree: (this rank's step differs) -> the ranks where it does, of all that took it together.
+    agree: (this rank's step differs) -> the ranks where it does, of all that took it together. alone: there are none.
     """
 
     def __init__(
@@ -78,9 +78,12 @@ class StepChecks:
         options: CheckOptions,
         agree: Callable[[bool], tuple[int, ...]],
         load: ExpertLoad | None,
+        *,
+        alone: bool = True,
     ) -> None:
         self.options = options
         self.steps = 0
+        self._alone = alone
         self.traces: list[str] = []
         self._on = options.rate > 0 or options.trace_steps > 0
         self._to_record = options.trace_steps
@@ -88,12 +91,18 @@ class StepChecks:
         self._load = load
 
     def due(self, runner: Runner, shape: StepShape) -> bool:
-        """Count a step that is about to run; whether a graph will serve it, and it is to be checked."""
+        """Count a step that is about to run; whether it may be served by a graph, and is to be checked.
+
+        Ranks that step together must answer alike, so there only counts what all of them know: not whether the graph
+        is here already, which may differ (a prefill has variants by what its requests have cached).
+        """
         if not self._on:
             return False
         self.steps += 1
         sampled = self._to_record > 0 or uniform(_SEED, self.steps) < self.options.rate
-        return sampled and not shape.eager_reason and shape.key in runner.captured
+        if not sampled or shape.eager_reason or not runner.backend.captures:
+            return False
+        return not self._alone or shape.key in runner.captured
 
     def again(
         self,

@@ -31,6 +31,7 @@ from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.prefill_graph import ExtendFacts, PrefillGraph, can_replay_locally, prefill_backend
 from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
+from ostinato.engine.replan import Replanner
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence
 from ostinato.engine.shadow import CheckOptions, StepChecks
@@ -62,6 +63,7 @@ class WorkerOptions:
     context_length: int
     capture_on_first_use: bool
     checks: CheckOptions = field(default_factory=CheckOptions)
+    replanner: Replanner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,8 @@ class Worker:
         self.coordinator = coordinator or Coordinator.of(single_world(), rules, StepWidths(), depends=False)
         self.rebalancer = rebalancer
         self.options = options
-        self.checks = StepChecks(options.checks, self.coordinator.objectors, load)
+        alone = self.coordinator.world.topology.tp == 1
+        self.checks = StepChecks(options.checks, self.coordinator.objectors, load, alone=alone)
         self._attention = attention
         self._eager = EagerStream()
         self._chooser = Chooser(options.max_bs, model.ops, pool.device)
@@ -214,10 +217,12 @@ class Worker:
 
     def execute(self, plan: StepPlan, prompt_logits: PromptLogits) -> StepResult:
         """Run a step. Logits of prompts that asked for them go to `prompt_logits`, some rows at a time."""
+        self._replan()
         rows, held = plan.rows, self._held_shape
         goes_on = held is not None and plan.mode is StepMode.DECODE and self._goes_on(rows)
         shape = held if goes_on and self.coordinator.repeats() else self.coordinator.decide(plan)
         assert shape is not None, "this rank has rows"
+        self._note(shape)
         decodes = shape.mode is StepMode.DECODE
         # Another rank may need another width for the same requests: then the buffers are filled anew.
         goes_on = goes_on and held is not None and shape.key == held.key
@@ -236,6 +241,20 @@ class Worker:
         tokens = self._chooser.take(len(rows))
         self._held, self._held_tokens, self._held_shape = rows, tokens, shape
         return StepResult(logits, tokens, rows)
+
+    def _note(self, shape: StepShape) -> None:
+        if self.options.replanner is not None:
+            self.options.replanner.note(shape, self.rules)
+
+    def _replan(self) -> None:
+        """Between two steps: go on with other bucket lists, if it is time, and drop graphs of no use in them."""
+        replanner = self.options.replanner
+        rules = replanner.plan(self.rules) if replanner is not None and replanner.due else self.rules
+        if rules != self.rules:
+            self.rules, self.coordinator = rules, replace(self.coordinator, rules=rules)
+            self._held, self._held_shape = (), None
+            self.decode.keep(rules.decode)
+            self.prefill.keep(rules.extend)
 
     def relay(self, tokens: Ints) -> None:
         """Tokens of all rows of the decode step that has just run, where some are not its own choice."""
@@ -257,8 +276,10 @@ class Worker:
 
     def idle(self) -> None:
         """Take part in a step of other ranks, if there is one, without rows of the own."""
+        self._replan()
         shape = self.coordinator.decide(None)
         if shape is not None:
+            self._note(shape)
             self._held, self._held_shape = (), None
             runner = self.decode if shape.mode is StepMode.DECODE else self.prefill
             checked = self.checks.due(runner, shape)
@@ -353,10 +374,12 @@ class Worker:
 
     def stats(self) -> dict[str, Any]:
         """Graph accounting by kind of step, and expert load [layers][experts] (None for dense models)."""
+        replanner = self.options.replanner
         return {
             "prefill_graph": self.coordinator.prefill.mode.value,
             "graph": {"decode": self.decode.stats.as_dict(), "prefill": self.prefill.stats.as_dict()},
             "checks": self.checks.as_dict(),
+            "buckets": None if replanner is None else replanner.as_dict(self.rules),
             "expert_load": self._expert_load(),
             "placement": None if self.rebalancer is None else self.rebalancer.stats(),
         }

@@ -23,7 +23,7 @@ from ostinato.graphs.registry import GraphBufferRegistry
 from ostinato.graphs.slots import FillContext
 from ostinato.graphs.stats import GraphStats
 from ostinato.graphs.stream import EagerStream, Stream
-from ostinato.padding import GraphKey, StepShape
+from ostinato.padding import Buckets, GraphKey, StepShape
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -131,6 +131,12 @@ class GraphRunner(Generic[B, T]):
         self._advances.pop(key, None)
         if self._served is not None and self._served.shape.key == key:
             self._served = None
+
+    def keep(self, buckets: Buckets) -> None:
+        """Forget the graphs of all sizes but these: no step will ask for them."""
+        for key in self.captured:
+            if key.size not in buckets.sizes:
+                self.drop(key)
 
     def quarantine(self, key: GraphKey) -> None:
         """Steps of `key` run eager from now on: its graph is not to be trusted."""

@@ -11,7 +11,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ostinato.padding import GraphKey, StepShape
+from ostinato.padding import GraphKey, StepShape, align_up
+
+FINE_SIZES = 256
+COARSE = 32
 
 
 @dataclass(slots=True)
@@ -36,7 +39,8 @@ class KeyStats:
 class GraphStats:
     """All keys of a runner, and the reasons why steps ran eager. `replay_s`: seconds within replays.
 
-    sizes: served steps by their real rows, the most of any data-parallel rank: what a bucket has to hold.
+    sizes: served steps by their real rows, the most of any data-parallel rank: what a bucket has to hold. Above
+        FINE_SIZES they are counted by multiples of COARSE.
     """
 
     keys: dict[GraphKey, KeyStats] = field(default_factory=dict)
@@ -67,7 +71,8 @@ class GraphStats:
         """One served step: replayed in `replay_s` seconds, eager for a reason, or captured while it ran."""
         stats = self._of(shape.key)
         raw = shape.raw_num_tokens
-        self.sizes[max(shape.num_tokens)] += 1
+        size = max(shape.num_tokens)
+        self.sizes[size if size <= FINE_SIZES else align_up(size, COARSE)] += 1
         stats.real_rows += raw
         stats.pad_rows += shape.padded_num_tokens - raw
         if replay_s is not None:

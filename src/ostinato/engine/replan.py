@@ -1,0 +1,91 @@
+"""Bucket lists that follow the traffic: planned anew, between steps, from the sizes of the steps that were seen.
+
+    every step's size ─▶ note ─▶ every N steps: plan ─▶ other lists, if they are clearly better, from the next step on
+
+Knows nothing of graphs: a bucket's graph is captured when a step first needs it, so no step waits for more than one.
+Invariant: what is planned follows from the steps alone, and ranks that step together see the same ones, so all of them
+change their lists at the same step without a word.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from ostinato.graphs.planner import Costs, Limits, evaluate, plan
+from ostinato.padding import Buckets, ShapeRules, StepShape, align_up
+
+EVERY = 1000
+"""Steps between two plans."""
+CLEARLY = 0.9
+"""A new list must cost at most that share of the present one."""
+
+SERVING_COSTS: Mapping[str, Costs] = MappingProxyType(
+    {
+        # Seconds. Kernels on CPU skip pads, whose price is little more than clearing their rows; a capture is a step
+        # that also writes its launches down. `ostinato bench buckets` measures all three.
+        "tape": Costs(pad_row=2e-7, eager=5e-4, graph=2e-3),
+        # A GPU computes padded rows; a capture takes two warm-ups and the capture itself, some steps' time.
+        "cuda": Costs(pad_row=5e-5, eager=5e-3, graph=0.2),
+    }
+)
+
+
+class Replanner:
+    """`note` each step; when `due`, `plan` gives the rules to go on with. costs: for both kinds of steps."""
+
+    def __init__(self, costs: Costs, *, every: int = EVERY) -> None:
+        self.costs = costs
+        self.every = every
+        self.due = False
+        self.plans = 0
+        self.changes = 0
+        self._steps = 0
+        self._seen: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+
+    def note(self, shape: StepShape, rules: ShapeRules) -> None:
+        """A step is about to run, on all ranks that run it together."""
+        extends, size = shape.mode.is_extend, max(shape.num_tokens)
+        if size:
+            per_row = 1 if extends else rules.tokens_per_request
+            self._seen[extends][_coarse(-(-size // per_row), extends)] += 1
+        self._steps += 1
+        self.due = self.due or self._steps % self.every == 0
+
+    def plan(self, rules: ShapeRules) -> ShapeRules:
+        """The rules with the lists that serve what was seen best, or as they are where that gains little."""
+        self.due = False
+        self.plans += 1
+        decode = self._better(rules.decode, False, Limits(rules.attn_tp_size, rules.decode.largest))
+        limits = Limits(rules.attn_tp_size, rules.extend.largest, rules.max_pad_factor)
+        extend = self._better(rules.extend, True, limits)
+        for seen in self._seen.values():  # what was long ago counts less and less
+            for size in list(seen):
+                seen[size] //= 2
+        found = replace(rules, decode=decode, extend=extend)
+        self.changes += found != rules
+        return found
+
+    def _better(self, buckets: Buckets, extends: bool, limits: Limits) -> Buckets:
+        seen = {
+            size: steps for size, steps in self._seen[extends].items() if steps and size <= buckets.largest
+        }
+        if not seen:
+            return buckets
+        now, found = evaluate(buckets.sizes, seen, self.costs, limits), plan(seen, self.costs, limits=limits)
+        return Buckets(found.sizes) if found.cost <= CLEARLY * now.cost else buckets
+
+    def as_dict(self, rules: ShapeRules) -> dict[str, Any]:
+        """Plain values for `stats()`."""
+        lists = {"decode": list(rules.decode.sizes), "prefill": list(rules.extend.sizes)}
+        return lists | {"plans": self.plans, "changes": self.changes}
+
+
+def _coarse(size: int, extends: bool) -> int:
+    """Few different sizes, so that a plan takes milliseconds: prefills count by 16 rows, long ones by 64."""
+    if not extends:
+        return size if size <= 64 else align_up(size, 8)
+    return align_up(size, 16 if size <= 512 else 64)

@@ -1,0 +1,91 @@
+"""`--buckets auto`: lists change between steps while requests run, old graphs go, and no bit of an answer moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ostinato import ConfigError, EngineConfig, SamplingParams
+from ostinato.engine.replan import Replanner
+from ostinato.graphs.planner import Costs
+from ostinato.padding import Buckets, ShapeRules, StepMode, StepShape
+
+GPU = Costs(pad_row=1e-3, eager=1e-2, graph=1e-3)
+CPU = Costs(pad_row=1e-9, eager=1e-2, graph=1e-3)
+RULES = ShapeRules(Buckets((8, 16)), Buckets((64, 128)), max_extend_bs=16)
+
+
+def decode(n: int) -> StepShape:
+    return StepShape(StepMode.DECODE, (n,), n, 16, 16)
+
+
+def extend(n: int) -> StepShape:
+    return StepShape(StepMode.EXTEND, (n,), 1, 128, 16)
+
+
+def test_lists_follow_the_steps() -> None:
+    planner = Replanner(GPU, every=4)
+    for n in (3, 3, 5):
+        planner.note(decode(n), RULES)
+        assert not planner.due
+    planner.note(extend(40), RULES)
+    assert planner.due
+    found = planner.plan(RULES)
+    assert not planner.due
+    assert (found.decode.sizes, found.extend.sizes) == ((3, 5, 16), (48, 128))
+    assert Replanner(CPU).plan(RULES) == RULES, "nothing was seen"
+
+
+def test_small_gains_change_nothing_and_the_past_fades() -> None:
+    planner = Replanner(CPU, every=1)
+    rules = ShapeRules(Buckets((4, 16)), Buckets((64,)))
+    for _ in range(8):
+        planner.note(decode(3), rules)
+    assert planner.plan(rules).decode.sizes == (16,), "pads are free here"
+    planner = Replanner(Costs(pad_row=1.0, eager=99.0, graph=10.0), every=1)
+    assert planner.plan(rules) == rules
+    planner.note(decode(3), rules)
+    planner.plan(rules)
+    assert planner.plan(rules) == rules
+    assert planner.as_dict(rules) == {"decode": [4, 16], "prefill": [64], "plans": 3, "changes": 0}
+
+
+def play(llm: Any) -> Any:
+    """Requests that come one by one, so that steps have all sizes."""
+    engine, told = llm.engine, {}
+    for i in range(14):
+        params = SamplingParams(
+            max_tokens=10 + i, temperature=0 if i % 2 else 0.9, seed=i, logprobs=1, ignore_eos=True
+        )
+        engine.submit([40 + i + j for j in range(3 + 5 * (i % 3))], params)
+        for _ in range(2):
+            told |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+    while engine.has_work:
+        told |= {o.request_id: o.outputs[0] for o in engine.step() if o.finished}
+    return [
+        (o.token_ids, o.logprobs)
+        for _, o in sorted(told.items(), key=lambda item: int(item[0].split("-")[1]))
+    ]
+
+
+@pytest.mark.parametrize("costs", [GPU, CPU], ids=["many", "few"])
+def test_answers_do_not_move_while_lists_change(make_llm: Any, costs: Costs) -> None:
+    fixed, auto = make_llm(), make_llm(buckets="auto")
+    replanner = auto.engine.worker.options.replanner
+    replanner.costs, replanner.every = costs, 7
+    assert play(auto) == play(fixed)
+    stats = auto.stats()
+    assert stats["buckets"]["plans"] >= 4
+    assert stats["buckets"]["changes"] >= 1
+    decode = auto.engine.worker.decode
+    assert {key.size for key in decode.captured} <= set(stats["buckets"]["decode"])
+    assert set(stats["graph"]["decode"]["eager_reasons"]) == set(), (
+        "every step had a graph, captured when it was met"
+    )
+    assert fixed.stats()["buckets"] is None
+
+
+def test_auto_and_exact_sizes_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="buckets 'auto' plans few"):
+        EngineConfig(buckets="auto", disable_padding=True)
