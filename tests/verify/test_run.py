@@ -68,7 +68,7 @@ def test_four_ranks_pass(
     model = tiny("qwen2_moe")
     layout = Topology(4, 2, 4)
     with ensembles.ensemble(layout, program(), model=model, dispatch=dispatch, **options) as ranks:
-        results = run(ranks.front, budget=1.0)
+        results = run(ranks.front, budget=0.0)
     assert failures(results) == []
     assert not [name for name, result in results.items() if result.skipped]
     assert all(result.cells for result in results.values())
