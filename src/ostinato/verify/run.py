@@ -3,8 +3,8 @@
     (check, mode) queues ─▶ the one with the least time spent so far ─▶ Engine.call ─▶ findings of every rank
     a cell that fails ─▶ once more, with every layer watched ─▶ the first layer and row that differ
 
-Knows nothing of how a report is shown. Invariant: cells are taken in an order that a seed decides; only how many of
-them run depends on the clock.
+Knows nothing of how a report is shown. Invariant: cells are taken in an order that a seed decides; how many of them
+run, and which are passed over as too long, depends on the clock.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ DEFAULT_BUDGET_S = 100.0
 REFERENCE = "reference"
 MOST_LOCATED = 3
 """Failing cells of a check that are run once more, to name the layer."""
+OVERHEAD_ROWS = 32
+"""Rows that the rest of a step costs as much as, for guesses of how long a cell will take."""
 MOST_FAILED = 12
 """Failing cells after which a check is left."""
 
@@ -65,10 +67,25 @@ class _Queue:
     done: list[Cell] = field(default_factory=list)
     seconds: float = 0.0
     failed: int = 0
+    possible: int = field(init=False)
 
-    @property
-    def ended(self) -> bool:
-        return len(self.done) == len(self.cells) or self.failed >= MOST_FAILED
+    def __post_init__(self) -> None:
+        self.possible = len(self.cells)
+        if self.cells:  # the narrowest comes first, and says what the others will take
+            self.cells.insert(
+                0, self.cells.pop(self.cells.index(min(self.cells, key=lambda c: (c.bucket, -c.n))))
+            )
+
+    def take(self, left: float) -> CellId | None:
+        """The next cell, passing over those that would take more than a quarter of the seconds that are left."""
+        if self.failed >= MOST_FAILED:
+            self.cells.clear()
+        rows = sum(cell.bucket + OVERHEAD_ROWS for cell in self.done)
+        for at, cell in enumerate(self.cells):
+            if not self.done or self.seconds / rows * (cell.bucket + OVERHEAD_ROWS) <= left / 4:
+                return self.cells.pop(at)
+        self.cells.clear()
+        return None
 
 
 Progress = Callable[[str, int, float], None]
@@ -135,21 +152,25 @@ class Run:
         failed = 0
         while not self.broken:
             spent = time.monotonic() - started
-            waiting = [q for q in self._queues if not q.ended and (spent < self._plan.budget or not q.done)]
+            left = self._plan.budget - spent
+            waiting = [q for q in self._queues if q.cells and (left > 0 or not q.done)]
             if not waiting:
                 return
             queue = min(waiting, key=lambda q: q.seconds)
+            taken = queue.take(left)
+            if taken is None:
+                continue
             before = time.monotonic()
-            cell = self._cell(queue)
+            cell = self._cell(queue, taken)
             queue.seconds += time.monotonic() - before
             queue.done.append(cell)
             queue.failed += not cell.passed
             failed += not cell.passed
-            over = sum(len(q.done) for q in self._queues) / max(sum(len(q.cells) for q in self._queues), 1)
+            over = sum(len(q.done) for q in self._queues) / max(sum(q.possible for q in self._queues), 1)
             progress(queue.check.title, failed, min(max(over, spent / max(self._plan.budget, 1e-9)), 1.0))
 
-    def _cell(self, queue: _Queue) -> Cell:
-        cell, name = queue.cells[len(queue.done)], queue.check.name
+    def _cell(self, queue: _Queue, cell: CellId) -> Cell:
+        name = queue.check.name
         ask = Ask("cell", self._plan.seed, name, cell.mode, cell.bucket, cell.n)
         try:
             answers = self._ask(ask)
@@ -220,7 +241,7 @@ class Run:
     def _result(self, check: Check) -> CheckResult:
         queues = [q for q in self._queues if q.check is check]
         done = tuple(cell for q in queues for cell in q.done)
-        possible = sum(len(q.cells) for q in queues)
+        possible = sum(q.possible for q in queues)
         skipped = check.never(self.facts)
         if not skipped and not possible:
             skipped = "it has nothing to say of this cell" if self._plan.cell else "no cell is one of its"
@@ -230,7 +251,7 @@ class Run:
         if done and len(done) < possible:
             notes.append(
                 f"not all cells: n = 1, B//2+1, B-1 and B of every bucket B, then others by seed {self._plan.seed}, "
-                f"until {self._plan.budget:g} s were up"
+                f"as far as {self._plan.budget:g} s went"
             )
         if any(q.failed >= MOST_FAILED for q in queues):
             notes.append(f"left after {MOST_FAILED} failing cells of a mode")
