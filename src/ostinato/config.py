@@ -58,6 +58,9 @@ class EngineConfig:
     gpu_products: str = _option(
         "exact", "Dense products on a GPU: fixed tiles, or cuBLAS, which follows the batch", choices=PRODUCTS
     )
+    attention_backend: str = _option(
+        "auto", "Attention: that of the kernels (auto), reference, flash, or the name of an installed plug-in"
+    )
     isa: str = _option("auto", "Instructions the kernels use; auto takes the best there are", choices=ISAS)
     threads: int | None = _option(None, "CPU threads; all cores when left out", minimum=1)
     seed: int = _option(0, "Seed of requests that have none of their own", minimum=0, flag=False)

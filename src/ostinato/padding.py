@@ -341,6 +341,7 @@ class PadContract:
     """What a router, kernel or backend promises about padded rows. Undeclared means unsupported.
 
     accepts_sentinel: takes expert id -1 as "nobody" (consumers).
+    accepts_zero_weight: takes only ids that exist; nobody is id 0 with weight 0 (consumers; `moe.hip` translates).
     honours_count:    leaves out rows past the count by itself (consumers).
     writes_zeros:     rows that go nowhere come out as zeros, not as stale memory.
     emits_sentinel:   marks pads with id -1 and weight 0 (producers).
@@ -349,6 +350,7 @@ class PadContract:
 
     name: str
     accepts_sentinel: bool = False
+    accepts_zero_weight: bool = False
     honours_count: bool = False
     writes_zeros: bool = False
     emits_sentinel: bool = False
@@ -360,7 +362,7 @@ def check_pad_contracts(producer: PadContract, consumer: PadContract) -> None:
 
     Raises PadContractError naming both sides and what is missing.
     """
-    by_id = producer.emits_sentinel and consumer.accepts_sentinel
+    by_id = producer.emits_sentinel and (consumer.accepts_sentinel or consumer.accepts_zero_weight)
     by_count = producer.emits_count and consumer.honours_count
     if not (by_id or by_count):
         says = "sentinel ids" if producer.emits_sentinel else "a count" if producer.emits_count else "nothing"

@@ -121,9 +121,9 @@ class AttentionBackend(Protocol):
         ...
 
     @property
-    def planned_lens(self) -> torch.Tensor:
-        """KV lengths int64 [max_bs] that `plan` wrote, at a fixed address. Adding one to each plans the next decode
-        step of the same requests.
+    def planned_lens(self) -> torch.Tensor | None:
+        """KV lengths int64 [max_bs] that `plan` wrote, at a fixed address, where adding one to each plans the next
+        decode step of the same requests; None where only `plan` can.
         """
         ...
 

@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ostinato.attention.backend import AttentionBackend
+from ostinato.attention.capabilities import AttentionNeeds
+from ostinato.attention.flash import FlashPlugin
+from ostinato.attention.plugins import BUILT_IN, build_attention, find_plugin
 from ostinato.attention.reference import ReferenceAttention
 from ostinato.config import EngineConfig, cache_dir
 from ostinato.engine.progress import Report
 from ostinato.errors import ConfigError
 from ostinato.kv.pool import KVLayout, KVPool
+from ostinato.models.config import ModelConfig
 from ostinato.ops.opset import OpSet
 from ostinato.ops.reference import ReferenceOps
 
@@ -34,26 +38,70 @@ class Kernels:
     finish: Callable[[], None]
 
 
-def choose_kernels(config: EngineConfig, pool: KVPool, report: Report, *, mixture: bool) -> Kernels:
+def choose_kernels(
+    config: EngineConfig,
+    pool: KVPool,
+    report: Report,
+    model: ModelConfig,
+    *,
+    context_length: int,
+    num_heads: int,
+) -> Kernels:
     """The op set and the attention over `pool`; kernels that are not on disk are compiled from now on, beside what
-    follows. `mixture`: the model has experts.
+    follows. num_heads: query heads of this rank.
 
     "auto" takes compiled kernels wherever they can run: bf16 or fp32, pages of a multiple of 16 tokens. Raises
     ConfigError when they are asked for, by name or by a quantization, and cannot.
     """
+    ops, own, finish = _op_set(config, pool, report, mixture=model.moe is not None)
+    name, fitting = config.attention_backend, own if config.attention_backend == "auto" else None
+    if fitting is None and name in BUILT_IN:
+        fitting = own if name == own.name else _built_in(name, pool)
+    if fitting is None:
+        needs = AttentionNeeds(
+            device=pool.device,
+            dtype=pool.layout.dtype,
+            head_dim=pool.layout.head_dim,
+            page_size=pool.page_size,
+            context_length=context_length,
+            num_heads=num_heads,
+            sliding_window=any(layer.sliding_window is not None for layer in model.layers),
+            attention_chunks=any(layer.attention_chunk_size is not None for layer in model.layers),
+        )
+        plugin = FlashPlugin() if name == "flash" else find_plugin(name)
+        fitting = build_attention(plugin, needs, pool)
+    return Kernels(ops, fitting, finish)
+
+
+def _built_in(name: str, pool: KVPool) -> AttentionBackend | None:
+    """Attention that goes with other kernels than the chosen ones; None for what is built as plug-ins are."""
+    if name == "flash":
+        return None
+    if name == "reference" and pool.device.type == "cpu":
+        return ReferenceAttention(pool)
+    kernels = {"cpu": "numba", "triton": "triton", "reference": "numba' or 'reference"}[name]
+    raise ConfigError(
+        f"attention_backend {name!r} goes with kernels '{kernels}' only; use those, or attention_backend 'auto'"
+    )
+
+
+def _op_set(
+    config: EngineConfig, pool: KVPool, report: Report, *, mixture: bool
+) -> tuple[OpSet, AttentionBackend, Callable[[], None]]:
+    """The op set, the attention that belongs to it, and what waits for its kernels."""
     if pool.device.type == "cuda" or config.kernels == "triton":
         from ostinato.attention.triton import TritonAttention
         from ostinato.ops.cuda.opset import TritonOps
 
         gpu = TritonOps(pool.device, exact=config.gpu_products == "exact")
-        return Kernels(gpu, TritonAttention(pool), lambda: None)
+        return gpu, TritonAttention(pool), lambda: None
     refused = _refused(pool.layout)
     if config.kernels == "numba" and refused:
         raise ConfigError(f"kernels 'numba' cannot run with {refused}, or kernels 'reference'")
     if config.quantization is not None and refused:
         raise ConfigError(f"quantization {config.quantization!r} cannot run with {refused}")
     if config.kernels == "reference" or refused:
-        return Kernels(ReferenceOps(), ReferenceAttention(pool), lambda: None)
+        return ReferenceOps(), ReferenceAttention(pool), lambda: None
     # Imported here: loading kernels costs time that a run without them need not spend.
     from ostinato.attention.cpu import CpuAttention
     from ostinato.ops.cpu.opset import open_numba_ops
@@ -66,7 +114,7 @@ def choose_kernels(config: EngineConfig, pool: KVPool, report: Report, *, mixtur
         quantization=config.quantization,
     )
     finish = _compile_ahead(ops.runtime, pool.layout.dtype, config, report, mixture)
-    return Kernels(ops, CpuAttention(pool, ops.runtime), finish)
+    return ops, CpuAttention(pool, ops.runtime), finish
 
 
 def _refused(layout: KVLayout) -> str:

@@ -113,10 +113,9 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     world = world or single_world()
     layers = _place_experts(config, model_config, world.topology.ep)
     plan = ParallelPlan(world, dispatch=config.dispatch, layers=layers)
-    kv_heads = Sharding(plan.topology).span("kv_heads", model_config.num_kv_heads)
     layout = KVLayout(
         model_config.num_layers,
-        kv_heads[1] - kv_heads[0],
+        _width(plan, "kv_heads", model_config.num_kv_heads),
         model_config.head_dim,
         model_config.dtype,
         config.page_size,
@@ -175,7 +174,14 @@ def _worker(
 ) -> Worker:
     """The loaded model over its attention and kernels, with buffers for the largest step."""
     moe = model_config.moe
-    kernels = choose_kernels(config, pool, report, mixture=moe is not None)
+    kernels = choose_kernels(
+        config,
+        pool,
+        report,
+        model_config,
+        context_length=sizes.context_length,
+        num_heads=_width(plan, "heads", model_config.num_heads),
+    )
     ops, attention = kernels.ops, kernels.attention
     load, backend = _expert_load(model_config, plan, pool.device), graph_backend(config, pool.device)
     model = load_model(
@@ -219,6 +225,12 @@ def _worker(
         prefill=ability,
     )
     return Worker(model, attention, pool, backend, rules, options, load, coordinator, rebalancer)
+
+
+def _width(plan: ParallelPlan, what: str, size: int) -> int:
+    """How many of `size` heads this rank has."""
+    first, last = Sharding(plan.topology).span(what, size)
+    return last - first
 
 
 def _expert_load(model: ModelConfig, plan: ParallelPlan, device: torch.device) -> ExpertLoad | None:

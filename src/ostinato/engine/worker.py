@@ -118,12 +118,14 @@ class Worker:
             request_slots=True, seq_len_fill_value=attention.seq_len_fill_value
         )
         sizes = options.max_bs, options.max_num_tokens
+        attention.init_graph_state(*sizes)
+        advance = None if attention.planned_lens is None else self._advance
         decode = build_decode_registry(
-            options.max_bs, options.max_bs, registry_options, device=pool.device, advance=self._advance
+            options.max_bs, options.max_bs, registry_options, device=pool.device, advance=advance
         )
         self._prefill_registry = partial(build_prefill_registry, *sizes, registry_options, device=pool.device)
-        attention.init_graph_state(*sizes)
-        self.decode = self._runner(self._decode_step, decode, backend)
+        over = backend if attention.can_capture(StepMode.DECODE) else EagerBackend()
+        self.decode = self._runner(self._decode_step, decode, over)
         self._graph_backend = backend
         self.prefill = self.prefill_runner(self.coordinator.prefill.mode)
         if load is not None:
@@ -161,11 +163,12 @@ class Worker:
     def _advance(self, view: ForwardBatch, stream: Stream) -> None:
         """The chosen tokens are the next inputs, each one position on; attention's plan follows."""
         assert view.input_ids is not None
-        rows = view.input_ids.shape[0]
+        rows, planned = view.input_ids.shape[0], self._attention.planned_lens
+        assert planned is not None, "this attention is planned by the host alone"
         lengths = (
             view.seq_lens,
             view.seq_lens_cpu,
-            self._attention.planned_lens[:rows],
+            planned[:rows],
             self._chooser.positions[:rows],
         )
         stream.launch(

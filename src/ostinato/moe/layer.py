@@ -16,6 +16,7 @@ from ostinato.graphs.stream import Kernel, Stream
 from ostinato.graphs.workspace import Workspace
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.fused import fused_routing
+from ostinato.moe.hip import experts_kernel
 from ostinato.moe.mask import mask_pad_rows_
 from ostinato.moe.placement import ExpertPlacement
 from ostinato.moe.routers import router_for
@@ -115,7 +116,8 @@ class MoELayer:
             )
         fused = fused_routing(self.ops, self.topk, num_routed, self.placement, self.consumers)
         object.__setattr__(self, "_fused", fused)
-        object.__setattr__(self, "_experts_kernel", self.dispatcher.kernel(self.ops.moe_experts))
+        shown = experts_kernel(self.ops.moe_experts, kernel)
+        object.__setattr__(self, "_experts_kernel", self.dispatcher.kernel(shown))
 
     def forward(
         self,

@@ -152,6 +152,7 @@ def _no_prefix(seam: Seam, layer: int) -> None:
         right(view, shape)
         if view.mode is StepMode.EXTEND and not shape.eager_reason:
             lens = seam.stage.worker.model.attention.planned_lens
+            assert lens is not None, "a fault of attention that is planned by its lengths"
             lens[: shape.bs] = view.extend_seq_lens[: shape.bs]
 
     seam.plans(plan)
