@@ -174,13 +174,9 @@ def _worker(
 ) -> Worker:
     """The loaded model over its attention and kernels, with buffers for the largest step."""
     moe = model_config.moe
+    heads = _width(plan, "heads", model_config.num_heads)
     kernels = choose_kernels(
-        config,
-        pool,
-        report,
-        model_config,
-        context_length=sizes.context_length,
-        num_heads=_width(plan, "heads", model_config.num_heads),
+        config, pool, report, model_config, context_length=sizes.context_length, num_heads=heads
     )
     ops, attention = kernels.ops, kernels.attention
     load, backend = _expert_load(model_config, plan, pool.device), graph_backend(config, pool.device)
