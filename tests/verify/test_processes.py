@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def test_processes_verify_and_one_that_returns_early_is_named(
         tp_size=2,
         dp_size=2,
         ep_size=2,
-        rank_timeout=3,
+        rank_timeout=60,
         **small | {"prefill_buckets": (8,)},
     )
     engine = open_engine(config, lambda *args: None, program())
@@ -35,6 +36,8 @@ def test_processes_verify_and_one_that_returns_early_is_named(
         (result,) = right.results()
         assert result.cells
         assert result.passed
+        group: Any = engine.world.world
+        group.watchdog = replace(group.watchdog, timeout_s=2.0)
         # Rank 0 has that cell's rows, so rank 1 is the idle one.
         wrong = Run(
             engine, Plan(only=("idle",), cell="decode:8:3", inject=Injection(fault_named("early-return"), 1))

@@ -124,6 +124,7 @@ class _Trial:
             buffer, source = getattr(view, name), getattr(played.batch, name)
             if buffer is None or source is None:
                 continue
+            buffer = buffer.cpu()
             raw = len(source)
             real = bool((buffer[:raw] == source).all())
             self.out.that(

@@ -140,7 +140,7 @@ def compare(stage: Stage, prompt: Prompt) -> tuple[Outcome, float]:
     ids, rows = torch.tensor(prompt.ids), len(prompt.ids)
     with stage.watched(rows):
         played = stage.play("prefill", [(0, 0, rows)], (rows,) * stage.groups, ids=ids)
-    found = stage.logits(played.rows).log_softmax(-1)
+    found = stage.logits(played.rows).cpu().log_softmax(-1)
     stage.kv.restore(played.batch.out_cache_loc)
     top, want = torch.tensor(prompt.top), torch.tensor(prompt.logprobs)
     tolerance = TOLERANCES[model.config.dtype]
@@ -149,10 +149,11 @@ def compare(stage: Stage, prompt: Prompt) -> tuple[Outcome, float]:
     sure = want[:, 0] - want[:, 1] > 2 * tolerance.logprob if want.shape[1] > 1 else torch.ones(rows).bool()
     other = ((found.argmax(1) != top[:, 0]) & sure).nonzero().flatten().tolist()
     assert played.taps is not None
-    embedded = torch.zeros(1, model.config.hidden_size, dtype=model.config.dtype)
-    EagerStream().launch(model.ops.embedding, ids[-1:], model.embedding, embedded)
+    device = model.workspace.device
+    embedded = torch.zeros(1, model.config.hidden_size, dtype=model.config.dtype, device=device)
+    EagerStream().launch(model.ops.embedding, ids[-1:].to(device), model.embedding, embedded)
     layer = _first_apart(
-        embedded[0].float(), played.taps.parts[:, rows - 1].float(), prompt, tolerance.hidden
+        embedded[0].float().cpu(), played.taps.parts[:, rows - 1].float().cpu(), prompt, tolerance.hidden
     )
     worst = int(off.argmax())
     what = f"log-probabilities are {distance:.3g} away from transformers', at most {tolerance.logprob:g} in this dtype"

@@ -118,8 +118,9 @@ class Requests:
     def swap_rows(self, one: int, other: int) -> None:
         """Two requests change rows of the page table, and keep their pages."""
         a, b = self.rows[one], self.rows[other]
-        table = self._pool.page_table
-        table[[a, b]] = table[[b, a]]
+        held = [self._pool.page_table[row].tolist() for row in (a, b)]
+        self._pool.write_row(b, 0, held[0])
+        self._pool.write_row(a, 0, held[1])
         self.rows[one], self.rows[other] = b, a
 
     def ends(self, count: int, seed: str) -> list[Span]:

@@ -40,7 +40,7 @@ def _advanced(stage: Stage, cell: CellId, parts: Sequence[Span], out: Outcome) -
     """A step whose inputs were made on the device of the last one's, against one whose inputs come from the host."""
     counts = stage.counts(cell)
     before = stage.play("decode", parts, counts, cell.bucket, "replay")
-    tokens = stage.worker.chooser.tokens[: len(parts)].clone()
+    tokens = stage.worker.chooser.tokens[: len(parts)].to("cpu", copy=True)
     went_on = stage.advance(before, counts, cell.bucket)
     following = [(request, first + 1, 1) for request, first, _ in parts]
     fresh = stage.play("decode", following, counts, cell.bucket, "eager", ids=tokens)

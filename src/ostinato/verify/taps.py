@@ -49,9 +49,10 @@ class Taps:
         shape = (2 * config.num_layers, rows, config.hidden_size)
         self._parts = torch.zeros(shape, dtype=config.dtype, device=model.workspace.device)
         moe = config.moe
-        self._ids = (
-            None if moe is None else torch.full((config.num_layers, rows, moe.top_k), -2, dtype=torch.int32)
-        )
+        self._ids = None
+        if moe is not None:
+            self._ids = torch.full((config.num_layers, rows, moe.top_k), -2, dtype=torch.int32)
+            self._ids = self._ids.to(model.workspace.device)
 
     def model(self) -> CausalLM:
         """The tapped model."""
