@@ -54,7 +54,6 @@ class CpuAttention:
         self._scratch_bytes = -(-field.scratch_bytes(first.shape[2]) // 64) * 64
         self._scratch = torch.zeros(threads * self._scratch_bytes + 64, dtype=torch.uint8)
         self._partials = torch.zeros(PARTIALS_BYTES + 64, dtype=torch.uint8)
-        self._chunks_done = torch.zeros(field.ITEMS_PER_THREAD * threads, dtype=torch.int64)
         self._counts = torch.zeros(2, dtype=torch.int64)  # real requests, real rows
         self._kernel = _AttentionKernel(self)
         self.init_graph_state(0, 0)
@@ -86,6 +85,7 @@ class CpuAttention:
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         # Rows of the plan: first query row, query rows, KV length, row of the page table; a column a request.
         self._requests = torch.zeros(4, max_bs, dtype=torch.int64)
+        self._chunks_done = torch.zeros(max_bs * self._kv.k[0].shape[1], dtype=torch.int64)
         self._host_plan = self._requests.numpy(), self._counts.numpy()
         self._one_row_each = np.stack((np.arange(max_bs), np.ones(max_bs, dtype=np.int64)))
         self._kernel.forget()
@@ -184,6 +184,8 @@ class CpuAttention:
             field.SCORE_ROWS: functions["score_rows"],
             field.SOFTMAX_ROWS: functions["softmax_rows"],
             field.MIX_ROWS: functions["mix_rows"],
+            field.SCORE_STREAM: functions["score_stream"],
+            field.MIX_STREAM: functions["mix_stream"],
             field.WRITE_KV_ROW: functions["write_kv_row"],
             field.CLEAN_PAGE: functions["clean_page"],
             field.CLEAR_ROWS: functions["clear_rows"],

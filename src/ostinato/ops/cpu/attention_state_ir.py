@@ -12,7 +12,16 @@ from types import MappingProxyType
 
 from llvmlite import ir
 
-from ostinato.ops.cpu.attention_ir import LOWEST, PAGE, STATE_BYTES, mix_rows, score_rows, softmax_rows
+from ostinato.ops.cpu.attention_ir import (
+    LOWEST,
+    PAGE,
+    STATE_BYTES,
+    mix_rows,
+    mix_stream,
+    score_rows,
+    score_stream,
+    softmax_rows,
+)
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VI, Lanes, Value
@@ -147,6 +156,8 @@ ATTENTION_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
         "score_rows": NativeFunction(6, score_rows),
         "softmax_rows": NativeFunction(10, softmax_rows),
         "mix_rows": NativeFunction(10, mix_rows),
+        "score_stream": NativeFunction(8, score_stream),
+        "mix_stream": NativeFunction(10, mix_stream),
         "write_kv_row": NativeFunction(6, write_kv_row),
         "clean_page": NativeFunction(6, clean_page),
         "clear_rows": NativeFunction(4, clear_rows),

@@ -14,13 +14,13 @@ them.
 
 from __future__ import annotations
 
-from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES, STREAM_ROWS
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import FIRST_FIELD
 from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, store_i64
 
 TILE_ROWS = 48
-ITEMS_PER_THREAD = 8  # with fewer tiles than this a thread, chunks are shared out as well
+PARTS_PER_THREAD = 4  # of decode: heads of a chunk are parted until there are so many tasks a thread
 
 # The parameter block: int64 fields by index, after those of every launch. Addresses and strides are in bytes.
 (
@@ -47,33 +47,37 @@ ITEMS_PER_THREAD = 8  # with fewer tiles than this a thread, chunks are shared o
     SCRATCH_STRIDE,  # of one thread
     PARTIALS,
     PARTIALS_BYTES,
-    CHUNKS_DONE,  # address of int64 [ITEMS_PER_THREAD * threads]: finished chunks of each tile that is shared out
+    CHUNKS_DONE,  # address of int64 [capacity * kv_heads], zeros between launches: finished chunks of each part
     K_NEW,
     V_NEW,
     K_STRIDE,
     V_STRIDE,
     SLOTS,  # address of int64 [rows]: where each row's K and V go
     FACTOR,  # fp32 bits: scores are multiplied by it (the scale times log2 e)
-    PARTIAL_ROWS,  # set by the entry: most rows of a tile whose chunks are shared out
+    PARTIAL_ROWS,  # set by the entry: most rows of a KV head where tasks are chunks
+    PART_HEADS,  # set by the entry: KV heads of a task that is a chunk
     AT_ONCE,  # set by the entry: tasks of one draw
-    BY_CHUNK,  # set by the entry: is a task a chunk of a tile, or a whole tile?
+    BY_CHUNK,  # set by the entry: is a task a chunk of a request, or a whole tile?
     SCORE_ROWS,  # addresses of the functions of `attention_state_ir`
     SOFTMAX_ROWS,
     MIX_ROWS,
+    SCORE_STREAM,
+    MIX_STREAM,
     WRITE_KV_ROW,
     CLEAN_PAGE,
     CLEAR_ROWS,
     MERGE_ROWS,
     FINISH_ROWS,
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 42)
+) = range(FIRST_FIELD, FIRST_FIELD + 45)
 
 # Scratch of one thread: fixed parts first, those that grow with the head dimension last.
 _QUERY_ROWS = 0
 OUT_ROWS = _QUERY_ROWS + 8 * TILE_ROWS
 _BOUNDS = OUT_ROWS + 8 * TILE_ROWS
-_PAGES = _BOUNDS + 16 * TILE_ROWS  # K now, K next, V now, V next: 8 addresses each
-_STATE = _PAGES + 4 * 64
+_PAGES = _BOUNDS + 16 * TILE_ROWS  # K now, V now, K next, V next: 8 addresses each
+_VALUES = _PAGES + 4 * 64  # one head's V, where copies stand in; what follows is asked for but not read
+_STATE = _VALUES + 3 * 64
 _MORE_STATE = _STATE + STATE_BYTES * TILE_ROWS
 _ORIGINALS = _MORE_STATE + STATE_BYTES * TILE_ROWS  # addresses of 8 V pages, and a flag
 _SCORES = _ORIGINALS + 128
@@ -105,31 +109,45 @@ def first_key(p: int, position: int) -> int:
 
 
 @njit(error_model="numpy")
-def _find_pages(p: int, table: int, head: int, start: int, stop: int, keys: int, values: int) -> None:
-    """Addresses of the 8 K and V pages of the block at `start`; those past `stop` repeat the last one."""
+def head_bytes(p: int) -> int:
+    """Bytes of one KV head in a block of 16 positions, of K as of V."""
+    return load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES) * PAGE
+
+
+@njit(error_model="numpy")
+def _find_pages(p: int, table: int, head: int, start: int, stop: int, pages: int) -> None:
+    """Addresses of `head` in the 8 K and V pages of the block at `start`; those past `stop` repeat the last one."""
     per_page = load_i64(p + 8 * PAGE_BLOCKS)
-    kv_heads = load_i64(p + 8 * KV_HEADS)
-    size = load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES) * PAGE
-    k_pages = load_i64(p + 8 * K_PAGES)
-    v_pages = load_i64(p + 8 * V_PAGES)
+    size = head_bytes(p)
+    whole = load_i64(p + 8 * KV_HEADS) * size
+    k_pages = load_i64(p + 8 * K_PAGES) + head * size
+    v_pages = load_i64(p + 8 * V_PAGES) + head * size
     last = (stop - 1) // PAGE
     for j in range(BLOCK // PAGE):
         block = min(start // PAGE + j, last)
         place = load_i32(table + 4 * (block // per_page)) * per_page + block % per_page
-        store_i64(k_pages + (place * kv_heads + head) * size, keys + 8 * j)
-        store_i64(v_pages + (place * kv_heads + head) * size, values + 8 * j)
+        store_i64(k_pages + place * whole, pages + 8 * j)
+        store_i64(v_pages + place * whole, pages + 64 + 8 * j)
 
 
 @njit(error_model="numpy")
 def _find_next(
-    p: int, table: int, head: int, at: int, seen_low: int, seen_high: int, keys: int, values: int
+    p: int, request: int, head: int, heads: int, at: int, seen_low: int, seen_high: int, pages: int
 ) -> None:
-    """Pages to ask memory for during the block at `at`: the next block's, at the end the next head's first."""
+    """Pages to ask memory for during the block at `at`: the next block's, then the first of the next heads or of
+    the next request.
+    """
     if at + BLOCK < seen_high:
-        _find_pages(p, table, head, at + BLOCK, seen_high, keys, values)
+        _find_pages(p, table_row(p, request), head, at + BLOCK, seen_high, pages)
+    elif head + heads < load_i64(p + 8 * KV_HEADS):
+        _find_pages(p, table_row(p, request), head + heads, seen_low // BLOCK * BLOCK, seen_high, pages)
     else:
-        head = min(head + 1, load_i64(p + 8 * KV_HEADS) - 1)
-        _find_pages(p, table, head, seen_low // BLOCK * BLOCK, seen_high, keys, values)
+        request = min(request + 1, load_i64(load_i64(p + 8 * COUNTS)) - 1)
+        capacity = 8 * load_i64(p + 8 * CAPACITY)
+        tokens = load_i64(p + 8 * REQUESTS) + capacity + 8 * request
+        length = load_i64(tokens + capacity)
+        start = first_key(p, length - load_i64(tokens)) // BLOCK * BLOCK
+        _find_pages(p, table_row(p, request), 0, start, length, pages)
 
 
 @njit(error_model="numpy")
@@ -163,71 +181,106 @@ def _clean_block(p: int, scratch: int, n: int, start: int, low: int, high: int, 
 
 
 @njit(error_model="numpy")
-def _mix(
-    p: int, scratch: int, n: int, low: int, high: int, state: int, acc: int, pages: int, ahead: int
-) -> None:
-    """Add the values of a block's pages [low, high) to the sums of all rows."""
+def _mix(p: int, probs: int, n: int, low: int, high: int, state: int, acc: int, pages: int) -> None:
+    """Add the values of one head's pages [low, high) to the sums of its rows."""
     dim = load_i64(p + 8 * DIM)
     stride = (dim + 15) // 16 * 64
-    mix_rows, probs = load_i64(p + 8 * MIX_ROWS), scratch + _PROBS
-    call_native(mix_rows, probs, n, pages, ahead, low, high, dim, acc, stride, state)
+    call_native(load_i64(p + 8 * MIX_ROWS), probs, n, pages, pages + 128, low, high, dim, acc, stride, state)
 
 
 @njit(error_model="numpy")
 def _mix_one_by_one(
-    p: int, scratch: int, n: int, start: int, low: int, high: int, state: int, acc: int, pages: int
+    p: int, scratch: int, n: int, first: int, start: int, low: int, high: int, state: int, acc: int
 ) -> None:
-    """The same with pages cleaned for each row: what a row must not see is not finite."""
-    dim = load_i64(p + 8 * DIM)
-    stride = (dim + 15) // 16 * 64
-    mix_rows, found = load_i64(p + 8 * MIX_ROWS), scratch + _ORIGINALS + 64
+    """The same for rows from `first` on, with pages cleaned for each row: what a row must not see is not finite."""
+    stride = (load_i64(p + 8 * DIM) + 15) // 16 * 64
+    pages, found = scratch + _VALUES, scratch + _ORIGINALS + 64
     for r in range(n):
-        row = scratch + _BOUNDS + 16 * r
+        row = scratch + _BOUNDS + 16 * (first + r)
         for j in range(low, high):
             copy = _clean(p, scratch, start, j, load_i64(row), load_i64(row + 8), found)
             store_i64(copy, pages + 8 * j)
-        probs, sums, here = scratch + _PROBS + 4 * BLOCK * r, acc + stride * r, state + STATE_BYTES * r
-        call_native(mix_rows, probs, 1, pages, pages, low, high, dim, sums, stride, here)
+        probs, sums, here = (
+            scratch + _PROBS + 4 * BLOCK * (first + r),
+            acc + stride * r,
+            state + STATE_BYTES * r,
+        )
+        _mix(p, probs, 1, low, high, here, sums, pages)
+
+
+@njit(error_model="numpy")
+def _score(p: int, scratch: int, n: int, heads: int, low: int, high: int) -> None:
+    """Scores of a block's pages [low, high)."""
+    words = load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES) // 4
+    rows, pages, scores = scratch + _QUERY_ROWS, scratch + _PAGES, scratch + _SCORES
+    if n <= STREAM_ROWS:
+        call_native(load_i64(p + 8 * SCORE_STREAM), rows, n, heads, pages, low, high, words, scores)
+    else:
+        for half in range(2):
+            if low < 4 * half + 4 and high > 4 * half:
+                keys = pages + 32 * half
+                score_rows = load_i64(p + 8 * SCORE_ROWS)
+                call_native(score_rows, rows, n, keys, keys + 128, words, scores + 256 * half)
+
+
+@njit(error_model="numpy")
+def _mix_all(p: int, scratch: int, n: int, heads: int, low: int, high: int, state: int, acc: int) -> None:
+    """Add the values of a block's pages [low, high), which all rows see in full."""
+    dim = load_i64(p + 8 * DIM)
+    stride = (dim + 15) // 16 * 64
+    probs, pages = scratch + _PROBS, scratch + _PAGES + 64
+    if n <= STREAM_ROWS:
+        mix = load_i64(p + 8 * MIX_STREAM)
+        call_native(mix, probs, n, heads, pages, low, high, dim, acc, stride, state)
+    else:
+        _mix(p, probs, n, low, high, state, acc, pages)
+
+
+@njit(error_model="numpy")
+def _mix_partly(
+    p: int, scratch: int, n: int, heads: int, at: int, low: int, high: int, state: int, acc: int
+) -> None:
+    """The same where rows differ in what they see of the pages, or see a part: head by head, from clean copies."""
+    values = scratch + _PAGES + 64
+    stride = (load_i64(p + 8 * DIM) + 15) // 16 * 64
+    for head in range(heads):
+        row = head * n
+        for j in range(8):
+            store_i64(load_i64(values + 8 * j) + head * head_bytes(p), scratch + _VALUES + 8 * j)
+        unseen = _clean_block(p, scratch, n, at, low, high, scratch + _VALUES)
+        here, sums = state + STATE_BYTES * row, acc + stride * row
+        if unseen:
+            _mix_one_by_one(p, scratch, n, row, at, low, high, here, sums)
+        else:
+            _mix(p, scratch + _PROBS + 4 * BLOCK * row, n, low, high, here, sums, scratch + _VALUES)
 
 
 @njit(error_model="numpy")
 def attend_chunk(
-    p: int, scratch: int, n: int, table: int, head: int, start: int, state: int, acc: int
+    p: int, scratch: int, n: int, request: int, head: int, heads: int, start: int, state: int, acc: int
 ) -> None:
-    """Set state and sums to one chunk of keys, for the tile whose queries and bounds stand in `scratch`."""
-    dim = load_i64(p + 8 * DIM)
-    stride = (dim + 15) // 16 * 64
-    bounds = scratch + _BOUNDS
+    """Set state and sums to one chunk of keys, for the tile whose queries and bounds stand in `scratch`: `n` rows
+    of each of `heads` KV heads from `head` on.
+    """
+    stride = (load_i64(p + 8 * DIM) + 15) // 16 * 64
+    bounds, pages = scratch + _BOUNDS, scratch + _PAGES
     seen_low, seen_high = load_i64(bounds), load_i64(bounds + 16 * (n - 1) + 8)
     all_low, all_high = load_i64(bounds + 16 * (n - 1)), load_i64(bounds + 8)
-    words = dim * load_i64(p + 8 * VALUE_BYTES) // 4
-    keys, next_keys = scratch + _PAGES, scratch + _PAGES + 64
-    values, next_values = scratch + _PAGES + 128, scratch + _PAGES + 192
-    call_native(load_i64(p + 8 * CLEAR_ROWS), n, state, acc, stride)
+    call_native(load_i64(p + 8 * CLEAR_ROWS), n * heads, state, acc, stride)
     at = max(start, seen_low // BLOCK * BLOCK)
     stop = min(start + CHUNK, seen_high)
-    _find_pages(p, table, head, at, seen_high, keys, values)
+    _find_pages(p, table_row(p, request), head, at, seen_high, pages)
     while at < stop:
-        _find_next(p, table, head, at, seen_low, seen_high, next_keys, next_values)
+        _find_next(p, request, head, heads, at, seen_low, seen_high, pages + 128)
         low = max(0, (seen_low - at) // PAGE)
         high = min(BLOCK // PAGE, (seen_high - at + PAGE - 1) // PAGE)
-        for half in range(2):
-            if low < 4 * half + 4 and high > 4 * half:
-                call_native(
-                    load_i64(p + 8 * SCORE_ROWS),
-                    scratch + _QUERY_ROWS,
-                    n,
-                    keys + 32 * half,
-                    next_keys + 32 * half,
-                    words,
-                    scratch + _SCORES + 256 * half,
-                )
+        _score(p, scratch, n, heads, low, high)
         partly = all_low > at + PAGE * low or all_high < at + PAGE * high
         call_native(
             load_i64(p + 8 * SOFTMAX_ROWS),
             scratch + _SCORES,
             scratch + _PROBS,
-            n,
+            n * heads,
             low,
             high,
             1 if partly else 0,
@@ -236,18 +289,21 @@ def attend_chunk(
             state,
             p + 8 * FACTOR,
         )
-        if partly and _clean_block(p, scratch, n, at, low, high, values):
-            _mix_one_by_one(p, scratch, n, at, low, high, state, acc, values)
+        if partly:
+            _mix_partly(p, scratch, n, heads, at, low, high, state, acc)
         else:
-            _mix(p, scratch, n, low, high, state, acc, values, next_values)
-        keys, next_keys = next_keys, keys
-        values, next_values = next_values, values
+            _mix_all(p, scratch, n, heads, low, high, state, acc)
+        for j in range(16):
+            store_i64(load_i64(pages + 128 + 8 * j), pages + 8 * j)
         at += BLOCK
 
 
 @njit(error_model="numpy")
-def set_tile(p: int, scratch: int, request: int, head: int, first: int) -> int:
-    """Addresses and visible ranges of a tile's rows (token, head of the group); returns how many."""
+def set_tile(p: int, scratch: int, request: int, head: int, heads: int, first: int) -> int:
+    """Addresses and visible ranges of a tile's rows (token, head of the group), for each of `heads` KV heads.
+
+    Returns how many rows a KV head has.
+    """
     group = load_i64(p + 8 * Q_HEADS) // load_i64(p + 8 * KV_HEADS)
     requests, capacity = load_i64(p + 8 * REQUESTS), 8 * load_i64(p + 8 * CAPACITY)
     token, tokens = load_i64(requests + 8 * request), load_i64(requests + capacity + 8 * request)
@@ -256,13 +312,14 @@ def set_tile(p: int, scratch: int, request: int, head: int, first: int) -> int:
     q, q_stride = load_i64(p + 8 * Q), load_i64(p + 8 * Q_STRIDE)
     out, out_stride = load_i64(p + 8 * OUT), load_i64(p + 8 * OUT_STRIDE)
     n = min(TILE_ROWS, tokens * group - first)
-    for r in range(n):
-        step = (first + r) // group
-        offset = (head * group + (first + r) % group) * row_bytes
-        store_i64(q + (token + step) * q_stride + offset, scratch + _QUERY_ROWS + 8 * r)
-        store_i64(out + (token + step) * out_stride + offset, scratch + OUT_ROWS + 8 * r)
-        store_i64(first_key(p, position + step), scratch + _BOUNDS + 16 * r)
-        store_i64(position + step + 1, scratch + _BOUNDS + 16 * r + 8)
+    for i in range(n * heads):
+        r = first + i % n
+        step = r // group
+        offset = ((head + i // n) * group + r % group) * row_bytes
+        store_i64(q + (token + step) * q_stride + offset, scratch + _QUERY_ROWS + 8 * i)
+        store_i64(out + (token + step) * out_stride + offset, scratch + OUT_ROWS + 8 * i)
+        store_i64(first_key(p, position + step), scratch + _BOUNDS + 16 * i)
+        store_i64(position + step + 1, scratch + _BOUNDS + 16 * i + 8)
     return n
 
 
@@ -271,16 +328,15 @@ def attend_tile(p: int, scratch: int, request: int, head: int, first: int) -> No
     """A tile from its first key to its last: chunk after chunk, merged in order."""
     dim = load_i64(p + 8 * DIM)
     stride = (dim + 15) // 16 * 64
-    n = set_tile(p, scratch, request, head, first)
-    table = table_row(p, request)
+    n = set_tile(p, scratch, request, head, 1, first)
     bounds = scratch + _BOUNDS
     start = load_i64(bounds) // CHUNK * CHUNK
     stop = load_i64(bounds + 16 * (n - 1) + 8)
     state, acc = scratch + _STATE, scratch + _GROWING
     more, more_acc = scratch + _MORE_STATE, acc + TILE_ROWS * stride
-    attend_chunk(p, scratch, n, table, head, start, state, acc)
+    attend_chunk(p, scratch, n, request, head, 1, start, state, acc)
     for at in range(start + CHUNK, stop, CHUNK):
-        attend_chunk(p, scratch, n, table, head, at, more, more_acc)
+        attend_chunk(p, scratch, n, request, head, 1, at, more, more_acc)
         call_native(load_i64(p + 8 * MERGE_ROWS), n, state, acc, more, more_acc, stride)
     call_native(load_i64(p + 8 * FINISH_ROWS), n, dim, state, acc, stride, scratch + OUT_ROWS)
 

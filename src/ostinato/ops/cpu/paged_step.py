@@ -6,7 +6,7 @@ is decided by a counter and by the size of the step, and never changes a bit.
 
 from __future__ import annotations
 
-from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES, STREAM_ROWS
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import COUNTER, TASKS, THREADS, draw, reset_counter, run_worker, wait_for_team
 from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
@@ -18,7 +18,6 @@ from ostinato.ops.cpu.paged_attention import (
     COUNTS,
     DIM,
     FINISH_ROWS,
-    ITEMS_PER_THREAD,
     K_NEW,
     K_PAGES,
     K_STRIDE,
@@ -27,9 +26,11 @@ from ostinato.ops.cpu.paged_attention import (
     OUT,
     OUT_ROWS,
     OUT_STRIDE,
+    PART_HEADS,
     PARTIAL_ROWS,
     PARTIALS,
     PARTIALS_BYTES,
+    PARTS_PER_THREAD,
     Q_HEADS,
     REQUESTS,
     ROWS,
@@ -46,7 +47,6 @@ from ostinato.ops.cpu.paged_attention import (
     attend_tile,
     first_key,
     set_tile,
-    table_row,
 )
 
 # Counters of a launch, a cache line each: thread number, rows to write. Tasks are drawn from shares (see `draw`).
@@ -111,10 +111,20 @@ def _partial_bytes(p: int) -> int:
 
 
 @njit(error_model="numpy")
+def _part_heads(p: int, rows: int, chunks: int) -> int:
+    """KV heads of one task where tasks are chunks: whole pages stream best, if there are tasks for all threads."""
+    if rows > STREAM_ROWS:
+        return 1
+    kv_heads = load_i64(p + 8 * KV_HEADS)
+    parts = max(PARTS_PER_THREAD * load_i64(p + 8 * THREADS) // max(chunks, 1), 1)
+    return max(min((kv_heads + parts - 1) // parts, TILE_ROWS // max(rows, 1)), 1)
+
+
+@njit(error_model="numpy")
 def _share_out(p: int) -> int:
     """Set the number of tasks and whether each is a chunk or a tile; returns the KV words to be read.
 
-    Chunks are shared out where each request has one tile, tiles are few, and partial sums have room.
+    Tasks are chunks where each request has one tile, as in decode, and partial sums have room.
     """
     kv_heads, threads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * THREADS)
     group = load_i64(p + 8 * Q_HEADS) // kv_heads
@@ -123,16 +133,16 @@ def _share_out(p: int) -> int:
     for request in range(load_i64(load_i64(p + 8 * COUNTS))):
         mine = _tiles(p, request)
         tiles += mine * kv_heads
-        chunks += _chunks(p, request) * kv_heads
+        chunks += _chunks(p, request)
         most = max(most, load_i64(requests + capacity + 8 * request) * group)
         work += load_i64(requests + 2 * capacity + 8 * request) * mine
     store_i64(min(most, TILE_ROWS), p + 8 * PARTIAL_ROWS)
-    fits = chunks * _partial_bytes(p) <= load_i64(p + 8 * PARTIALS_BYTES)
-    by_chunk = (
-        most <= TILE_ROWS and fits and threads > 1 and chunks > tiles and tiles < ITEMS_PER_THREAD * threads
-    )
+    fits = chunks * kv_heads * _partial_bytes(p) <= load_i64(p + 8 * PARTIALS_BYTES)
+    by_chunk = most <= TILE_ROWS and fits
+    heads = _part_heads(p, most, chunks)
+    store_i64(heads, p + 8 * PART_HEADS)
     store_i64(1 if by_chunk else 0, p + 8 * BY_CHUNK)
-    tasks = chunks if by_chunk else tiles
+    tasks = chunks * ((kv_heads + heads - 1) // heads) if by_chunk else tiles
     store_i64(tasks, p + 8 * TASKS)
     at_once = tasks // (threads * _DRAWS_PER_THREAD) if most <= TILE_ROWS else 1
     store_i64(max(at_once, 1), p + 8 * AT_ONCE)
@@ -140,17 +150,38 @@ def _share_out(p: int) -> int:
 
 
 @njit(error_model="numpy")
-def _finish_chunk(p: int, scratch: int, n: int, tile: int, chunks: int, partial: int) -> None:
-    """Whoever finishes a tile's last chunk merges them all, in order, and writes the rows."""
-    if fetch_add(load_i64(p + 8 * CHUNKS_DONE) + 8 * tile, 1) != chunks - 1:
+def _finish_chunk(p: int, scratch: int, rows: int, part: int, chunks: int, first: int, apart: int) -> None:
+    """Whoever finishes a part's last chunk merges them all, in order, and writes the rows.
+
+    `first` is the address of the first chunk's states and sums, the others' lie `apart` bytes apart.
+    """
+    done = load_i64(p + 8 * CHUNKS_DONE) + 8 * part
+    if fetch_add(done, 1) != chunks - 1:
         return
-    dim, size = load_i64(p + 8 * DIM), _partial_bytes(p)
+    store_i64(0, done)
+    dim = load_i64(p + 8 * DIM)
     stride = (dim + 15) // 16 * 64
-    sums = load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
+    sums = rows * STATE_BYTES
     for chunk in range(1, chunks):
-        more = partial + chunk * size
-        call_native(load_i64(p + 8 * MERGE_ROWS), n, partial, partial + sums, more, more + sums, stride)
-    call_native(load_i64(p + 8 * FINISH_ROWS), n, dim, partial, partial + sums, stride, scratch + OUT_ROWS)
+        more = first + chunk * apart
+        call_native(load_i64(p + 8 * MERGE_ROWS), rows, first, first + sums, more, more + sums, stride)
+    call_native(load_i64(p + 8 * FINISH_ROWS), rows, dim, first, first + sums, stride, scratch + OUT_ROWS)
+
+
+@njit(error_model="numpy")
+def _attend_part(p: int, scratch: int, request: int, task: int, chunks: int, chunks_before: int) -> None:
+    """Task `task` of a request: one chunk, for the heads of one part."""
+    kv_heads, part_heads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * PART_HEADS)
+    part, chunk = task // chunks, task % chunks
+    head = part * part_heads
+    heads = min(part_heads, kv_heads - head)
+    size = _partial_bytes(p)
+    first = load_i64(p + 8 * PARTIALS) + (chunks_before * kv_heads + head) * size
+    here = first + chunk * kv_heads * size
+    n = set_tile(p, scratch, request, head, heads, 0)
+    start = (_first_chunk(p, request) + chunk) * CHUNK
+    attend_chunk(p, scratch, n, request, head, heads, start, here, here + n * heads * STATE_BYTES)
+    _finish_chunk(p, scratch, n * heads, request * kv_heads + part, chunks, first, kv_heads * size)
 
 
 @njit(error_model="numpy")
@@ -160,29 +191,21 @@ def _attend_chunks(p: int, scratch: int, member: int) -> None:
     A thread goes on with the neighbours of what it had, since each task asks memory for the pages of the next.
     """
     kv_heads, threads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * THREADS)
-    tasks, size = load_i64(p + 8 * TASKS), _partial_bytes(p)
-    sums = load_i64(p + 8 * PARTIAL_ROWS) * STATE_BYTES
-    request, begin, chunks, end, tile = -1, 0, 0, 0, 0
-    at_once = load_i64(p + 8 * AT_ONCE)
+    parts = (kv_heads + load_i64(p + 8 * PART_HEADS) - 1) // load_i64(p + 8 * PART_HEADS)
+    tasks, at_once = load_i64(p + 8 * TASKS), load_i64(p + 8 * AT_ONCE)
+    request, before, chunks = -1, 0, 0
     draws = (tasks + at_once - 1) // at_once
     for turn in range(threads):
         drawn = draw(p, 0, (member + turn) % threads, draws)
         while drawn >= 0:
             for task in range(drawn * at_once, min(drawn * at_once + at_once, tasks)):
-                if task < begin:  # somebody else's share lies before ours
-                    request, begin, chunks, end, tile = -1, 0, 0, 0, 0
-                while task >= end:
-                    tile += kv_heads if chunks > 0 else 0
-                    begin = end
+                if task < before * parts:  # somebody else's share lies before ours
+                    request, before, chunks = -1, 0, 0
+                while task >= (before + chunks) * parts:
+                    before += chunks
                     request += 1
                     chunks = _chunks(p, request)
-                    end = begin + chunks * kv_heads
-                head, chunk = (task - begin) // chunks, (task - begin) % chunks
-                partial = load_i64(p + 8 * PARTIALS) + task * size
-                n = set_tile(p, scratch, request, head, 0)
-                start = (_first_chunk(p, request) + chunk) * CHUNK
-                attend_chunk(p, scratch, n, table_row(p, request), head, start, partial, partial + sums)
-                _finish_chunk(p, scratch, n, tile + head, chunks, partial - chunk * size)
+                _attend_part(p, scratch, request, task - before * parts, chunks, before)
             drawn = draw(p, 0, (member + turn) % threads, draws)
 
 
@@ -241,8 +264,6 @@ def attention_entry(p: int) -> None:
     rows, work = load_i64(load_i64(p + 8 * COUNTS) + 8), _share_out(p)
     if rows <= _ROWS_WRITTEN_FIRST:
         _write_rows(p, rows)
-    for tile in range(load_i64(p + 8 * THREADS) * ITEMS_PER_THREAD):
-        store_i64(0, load_i64(p + 8 * CHUNKS_DONE) + 8 * tile)
     out, out_stride = load_i64(p + 8 * OUT), load_i64(p + 8 * OUT_STRIDE)
     row_bytes = load_i64(p + 8 * Q_HEADS) * load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES)
     for row in range(rows, load_i64(p + 8 * ROWS)):
