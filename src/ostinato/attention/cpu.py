@@ -185,6 +185,7 @@ class CpuAttention:
             field.SOFTMAX_ROWS: functions["softmax_rows"],
             field.MIX_ROWS: functions["mix_rows"],
             field.SCORE_STREAM: functions["score_stream"],
+            field.SOFTMAX_STREAM: functions["softmax_stream"],
             field.MIX_STREAM: functions["mix_stream"],
             field.WRITE_KV_ROW: functions["write_kv_row"],
             field.CLEAN_PAGE: functions["clean_page"],

@@ -11,6 +11,7 @@ probabilities (one a lane), 16 copies of the factor by which the last block's ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ostinato.ops.cpu.lane_kinds import Kind, tile_shape
@@ -23,8 +24,7 @@ STATE_BYTES = 192
 SCORE_BYTES = BLOCK * 4  # a row of scores, and the stride of a row of probabilities
 LOWEST = -3.0e38  # score of a masked position, and the maximum of a row that saw nothing
 _MOST_ROWS = 6  # rows that share a pass over the pages; passes of fewer wait for memory and ask for it ahead
-STREAM_ROWS = 6  # most rows of a KV head whose pages are streamed, all heads of a page together
-_AHEAD = 2  # parts of pages (of one head) that a stream is asked for ahead of use
+LINES_A_ROW = 16  # that the softmax of a row asks for: as many as come in its time
 
 
 def score_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
@@ -76,6 +76,30 @@ def multiply(
     return result
 
 
+Ask = Callable[[Value, Value], None]  # asks memory for something: row, number of the vector in the row
+
+
+def softmax_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
+    """`softmax_rows` with (..., ahead, size): asks memory for pages to come, in order, which would idle meanwhile.
+
+    `ahead` is the address of at least 8 addresses of pages of `size` bytes; a row asks for LINES_A_ROW lines.
+    """
+    *plain, ahead, size = args
+    b = lanes.b
+
+    def ask(row: Value, vector: Value) -> None:
+        place = lanes.at(
+            lanes.times(row, 64 * LINES_A_ROW), lanes.times(vector, 64 * LINES_A_ROW * PAGE // BLOCK)
+        )
+        page = b.sdiv(place, size)
+        page = b.select(b.icmp_signed("<", page, lanes.i64(8)), page, lanes.i64(7))
+        at = lanes.at(lanes.load(lanes.at(ahead, lanes.times(page, 8)), I64, 8), b.srem(place, size))
+        for line in range(LINES_A_ROW * PAGE // BLOCK):
+            lanes.prefetch(lanes.at(at, 64 * line), nearest=False)
+
+    _softmax(lanes, kind, plain, ask)
+
+
 def softmax_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     """(scores, probs, n, low, high, masked, bounds, start, state, factor): probabilities, and the state.
 
@@ -83,6 +107,10 @@ def softmax_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     fp32. With `masked`, position j of row r counts only if bounds[r][0] <= start + j < bounds[r][1] (int64
     pairs).
     """
+    _softmax(lanes, kind, args, lambda row, vector: None)
+
+
+def _softmax(lanes: Lanes, kind: Kind, args: list[Value], ask: Ask) -> None:
     scores, probs, n, low, high, masked, bounds, start, state, factor = args
     b = lanes.b
     scale = lanes.splat(lanes.load(factor, F32, 4))
@@ -97,7 +125,7 @@ def softmax_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
             at = lanes.at(scores, lanes.times(r, SCORE_BYTES))
             to = lanes.at(probs, lanes.times(r, SCORE_BYTES))
             here = lanes.at(state, lanes.times(r, STATE_BYTES))
-            _softmax_row(lanes, kind, at, to, here, low, high, seen, scale)
+            _softmax_row(lanes, kind, at, to, here, low, high, seen, scale, partial(ask, r))
 
         lanes.each(n, row)
 
@@ -118,6 +146,7 @@ def _softmax_row(
     high: Value,
     seen: tuple[Value, Value] | None,
     scale: Value,
+    ask: Callable[[Value], None],
 ) -> None:
     """One row of `softmax_rows`; `seen` is the visible range relative to the block (None: all of it)."""
     b = lanes.b
@@ -145,6 +174,7 @@ def _softmax_row(
 
     def exponential(i: Value, carried: list[Value]) -> list[Value]:
         page = b.add(low, i)
+        ask(i)
         value = lanes.load(lanes.at(scores, lanes.times(page, 64)))
         value = lanes.exp2(lanes.fma(value, scale, minus))
         mask = visible(page)
@@ -248,119 +278,3 @@ def _mix_tile(
     for m, at in enumerate(sums_at):
         for j in range(vectors):
             lanes.store(sums[m * vectors + j], lanes.at(at, 64 * j))
-
-
-def _stream(
-    lanes: Lanes,
-    args: tuple[Value, Value, Value, Value, Value],
-    size: Value,
-    body: Callable[[int, Value, Value, Value, Value], None],
-) -> None:
-    """`body(n, page, head, part, following)` for every page of [low, high) and every head, in the order of memory.
-
-    `args` are (n, heads, pages, low, high). `part` is the address of the head's `size` bytes of the page, `following`
-    that of the part to ask memory for; the addresses behind `pages` go on with what is read after these pages.
-    """
-    n, heads, pages, low, high = args
-    b = lanes.b
-
-    def of_rows(count: int) -> None:
-        def over_pages(k: Value) -> None:
-            page = b.add(low, k)
-
-            def over_heads(head: Value) -> None:
-                part = lanes.at(lanes.load(lanes.at(pages, lanes.times(page, 8)), I64, 8), b.mul(head, size))
-                place = lanes.at(b.mul(page, heads), head, _AHEAD)
-                further = b.sdiv(place, heads)
-                following = lanes.load(lanes.at(pages, lanes.times(further, 8)), I64, 8)
-                following = lanes.at(following, b.mul(b.sub(place, b.mul(further, heads)), size))
-                body(count, page, head, part, following)
-
-            lanes.each(heads, over_heads)
-
-        lanes.each(b.sub(high, low), over_pages)
-
-    done = b.append_basic_block("streamed")
-    choice = b.switch(n, done)
-    for count in range(1, STREAM_ROWS + 1):
-        block = b.append_basic_block(f"stream_{count}")
-        choice.add_case(lanes.i64(count), block)
-        b.position_at_end(block)
-        of_rows(count)
-        b.branch(done)
-    b.position_at_end(done)
-
-
-def score_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
-    """(rows, n, heads, pages, low, high, words, out): scores of `n` query rows of each head against the pages [low,
-    high).
-
-    `rows` and `out` hold all rows of the first head, then of the next; a row of scores is as in `score_rows`.
-    """
-    rows, n, heads, pages, low, high, words, out = args
-
-    def body(count: int, page: Value, head: Value, part: Value, following: Value) -> None:
-        first = lanes.times(head, count)
-        queries = [lanes.load(lanes.at(rows, lanes.times(first, 8), 8 * m), I64, 8) for m in range(count)]
-
-        def step(word: Value, totals: list[Value]) -> list[Value]:
-            across, along = lanes.times(word, 64), lanes.times(word, 4)
-            lanes.prefetch(lanes.at(following, across), nearest=False)
-            loaded = [lanes.load(lanes.at(part, across), VI)]
-            return multiply(
-                lanes, kind, totals, loaded, [lanes.load(lanes.at(query, along), I32) for query in queries]
-            )
-
-        sums = lanes.loop(words, [lanes.floats(0.0)] * count, step)
-        line = lanes.at(out, lanes.times(first, SCORE_BYTES), lanes.times(page, 64))
-        for m, total in enumerate(sums):
-            lanes.store(total, lanes.at(line, m * SCORE_BYTES))
-
-    _stream(lanes, (n, heads, pages, low, high), lanes.times(words, 64), body)
-
-
-def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
-    """(probs, n, heads, pages, low, high, dim, acc, acc_stride, state): `mix_rows` for `n` rows of each head, rows
-    lying as in `score_stream`.
-    """
-    probs, n, heads, pages, low, high, dim, acc, acc_stride, state = args
-    words = PAGE * kind.value_bytes // 4
-    b = lanes.b
-
-    def body(count: int, page: Value, head: Value, part: Value, following: Value) -> None:
-        rows = [lanes.at(lanes.times(head, count), m) for m in range(count)]
-        is_first = b.icmp_signed("==", page, low)
-        rescales = [lanes.load(lanes.at(state, lanes.times(row, STATE_BYTES), 128)) for row in rows]
-        rescales = [b.select(is_first, rescale, lanes.floats(1.0)) for rescale in rescales]
-        lines = [lanes.at(probs, lanes.times(row, SCORE_BYTES), lanes.times(page, 4 * words)) for row in rows]
-
-        def columns(vectors: int, column: Value, tail: Value | None) -> None:
-            offset, v_stride = lanes.times(column, 4), lanes.times(dim, 4)
-            sums_at = [lanes.at(acc, b.mul(row, acc_stride), offset) for row in rows]
-            sums = [
-                b.fmul(lanes.load(lanes.at(at, 64 * j)), rescale)
-                for at, rescale in zip(sums_at, rescales, strict=True)
-                for j in range(vectors)
-            ]
-
-            def step(word: Value, sums: list[Value]) -> list[Value]:
-                down = lanes.at(offset, b.mul(word, v_stride))
-                for j in range(vectors):
-                    lanes.prefetch(lanes.at(following, down, 64 * j), nearest=False)
-                places = [lanes.at(part, down, 64 * j) for j in range(vectors)]
-                loaded = [lanes.load(place, VI) for place in places[: vectors - (tail is not None)]]
-                if tail is not None:
-                    loaded.append(lanes.load_masked(places[-1], tail, VI))
-                along = lanes.times(word, 4)
-                return multiply(
-                    lanes, kind, sums, loaded, [lanes.load(lanes.at(line, along), I32) for line in lines]
-                )
-
-            sums = lanes.loop(lanes.i64(words), sums, step)
-            for m, at in enumerate(sums_at):
-                for j in range(vectors):
-                    lanes.store(sums[m * vectors + j], lanes.at(at, 64 * j))
-
-        lanes.column_groups(dim, columns)
-
-    _stream(lanes, (n, heads, pages, low, high), lanes.times(dim, 4 * words), body)

@@ -17,11 +17,11 @@ from ostinato.ops.cpu.attention_ir import (
     PAGE,
     STATE_BYTES,
     mix_rows,
-    mix_stream,
     score_rows,
-    score_stream,
     softmax_rows,
+    softmax_stream,
 )
+from ostinato.ops.cpu.attention_stream_ir import mix_stream, score_stream
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VI, Lanes, Value
@@ -156,6 +156,7 @@ ATTENTION_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
         "score_rows": NativeFunction(6, score_rows),
         "softmax_rows": NativeFunction(10, softmax_rows),
         "mix_rows": NativeFunction(10, mix_rows),
+        "softmax_stream": NativeFunction(12, softmax_stream),
         "score_stream": NativeFunction(8, score_stream),
         "mix_stream": NativeFunction(10, mix_stream),
         "write_kv_row": NativeFunction(6, write_kv_row),

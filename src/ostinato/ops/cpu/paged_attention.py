@@ -14,13 +14,14 @@ them.
 
 from __future__ import annotations
 
-from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES, STREAM_ROWS
+from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.attention_stream_ir import STREAM_ROWS
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import FIRST_FIELD
 from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, store_i64
 
 TILE_ROWS = 48
-PARTS_PER_THREAD = 4  # of decode: heads of a chunk are parted until there are so many tasks a thread
+PARTS_PER_THREAD = 3  # of decode: heads of a chunk are parted until there are so many tasks a thread
 
 # The parameter block: int64 fields by index, after those of every launch. Addresses and strides are in bytes.
 (
@@ -62,6 +63,7 @@ PARTS_PER_THREAD = 4  # of decode: heads of a chunk are parted until there are s
     SOFTMAX_ROWS,
     MIX_ROWS,
     SCORE_STREAM,
+    SOFTMAX_STREAM,
     MIX_STREAM,
     WRITE_KV_ROW,
     CLEAN_PAGE,
@@ -69,7 +71,7 @@ PARTS_PER_THREAD = 4  # of decode: heads of a chunk are parted until there are s
     MERGE_ROWS,
     FINISH_ROWS,
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 45)
+) = range(FIRST_FIELD, FIRST_FIELD + 46)
 
 # Scratch of one thread: fixed parts first, those that grow with the head dimension last.
 _QUERY_ROWS = 0
@@ -209,11 +211,19 @@ def _mix_one_by_one(
 
 
 @njit(error_model="numpy")
+def _streams(p: int, n: int, heads: int) -> bool:
+    """Whether pages are read in the order of memory: for few rows, whose time is that of memory. One head of several
+    is a short run of each page, and four pages at a time then give memory more to do at once.
+    """
+    return n <= STREAM_ROWS and (heads > 1 or load_i64(p + 8 * KV_HEADS) == 1)
+
+
+@njit(error_model="numpy")
 def _score(p: int, scratch: int, n: int, heads: int, low: int, high: int) -> None:
     """Scores of a block's pages [low, high)."""
     words = load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES) // 4
     rows, pages, scores = scratch + _QUERY_ROWS, scratch + _PAGES, scratch + _SCORES
-    if n <= STREAM_ROWS:
+    if _streams(p, n, heads):
         call_native(load_i64(p + 8 * SCORE_STREAM), rows, n, heads, pages, low, high, words, scores)
     else:
         for half in range(2):
@@ -224,12 +234,30 @@ def _score(p: int, scratch: int, n: int, heads: int, low: int, high: int) -> Non
 
 
 @njit(error_model="numpy")
+def _softmax(
+    p: int, scratch: int, n: int, heads: int, start: int, low: int, high: int, partly: bool, state: int
+) -> None:
+    """Probabilities of a block's pages [low, high); `partly`: rows see not all of them."""
+    scores, probs, bounds, factor = scratch + _SCORES, scratch + _PROBS, scratch + _BOUNDS, p + 8 * FACTOR
+    rows, masked = n * heads, 1 if partly else 0
+    if _streams(p, n, heads):
+        softmax = load_i64(p + 8 * SOFTMAX_STREAM)
+        values, size = scratch + _PAGES + 64, heads * head_bytes(p)
+        call_native(
+            softmax, scores, probs, rows, low, high, masked, bounds, start, state, factor, values, size
+        )
+    else:
+        softmax = load_i64(p + 8 * SOFTMAX_ROWS)
+        call_native(softmax, scores, probs, rows, low, high, masked, bounds, start, state, factor)
+
+
+@njit(error_model="numpy")
 def _mix_all(p: int, scratch: int, n: int, heads: int, low: int, high: int, state: int, acc: int) -> None:
     """Add the values of a block's pages [low, high), which all rows see in full."""
     dim = load_i64(p + 8 * DIM)
     stride = (dim + 15) // 16 * 64
     probs, pages = scratch + _PROBS, scratch + _PAGES + 64
-    if n <= STREAM_ROWS:
+    if _streams(p, n, heads):
         mix = load_i64(p + 8 * MIX_STREAM)
         call_native(mix, probs, n, heads, pages, low, high, dim, acc, stride, state)
     else:
@@ -276,19 +304,7 @@ def attend_chunk(
         high = min(BLOCK // PAGE, (seen_high - at + PAGE - 1) // PAGE)
         _score(p, scratch, n, heads, low, high)
         partly = all_low > at + PAGE * low or all_high < at + PAGE * high
-        call_native(
-            load_i64(p + 8 * SOFTMAX_ROWS),
-            scratch + _SCORES,
-            scratch + _PROBS,
-            n * heads,
-            low,
-            high,
-            1 if partly else 0,
-            bounds,
-            at,
-            state,
-            p + 8 * FACTOR,
-        )
+        _softmax(p, scratch, n, heads, at, low, high, partly, state)
         if partly:
             _mix_partly(p, scratch, n, heads, at, low, high, state, acc)
         else:

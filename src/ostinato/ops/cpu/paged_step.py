@@ -6,7 +6,8 @@ is decided by a counter and by the size of the step, and never changes a bit.
 
 from __future__ import annotations
 
-from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES, STREAM_ROWS
+from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.attention_stream_ir import STREAM_ROWS
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import COUNTER, TASKS, THREADS, draw, reset_counter, run_worker, wait_for_team
 from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
@@ -116,8 +117,8 @@ def _part_heads(p: int, rows: int, chunks: int) -> int:
     if rows > STREAM_ROWS:
         return 1
     kv_heads = load_i64(p + 8 * KV_HEADS)
-    parts = max(PARTS_PER_THREAD * load_i64(p + 8 * THREADS) // max(chunks, 1), 1)
-    return max(min((kv_heads + parts - 1) // parts, TILE_ROWS // max(rows, 1)), 1)
+    parts = (PARTS_PER_THREAD * load_i64(p + 8 * THREADS) + chunks - 1) // max(chunks, 1)
+    return max(min((kv_heads + parts - 1) // max(parts, 1), TILE_ROWS // max(rows, 1)), 1)
 
 
 @njit(error_model="numpy")
