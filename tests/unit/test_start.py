@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ostinato import LLM, SamplingParams
-from ostinato.ops.cpu.background import BackgroundBuild
+from ostinato.ops.cpu import background
+from ostinato.ops.cpu.background import BackgroundBuild, Turn
 from ostinato.ops.cpu.compile import Compiler, cache_key, discard_unused, kernel_name
 from ostinato.ops.cpu.isa import select_isa
 from ostinato.ops.cpu.kernel_list import KernelJob, kernel_jobs
@@ -107,6 +108,50 @@ def test_workers_make_what_is_missing(tmp_path: Path) -> None:
     assert (again.num_compiled, again.num_cache_hits) == (3, 3)
     nothing = BackgroundBuild(SMALL, again, 4, lambda done, total: pytest.fail("there was nothing to do"))
     nothing.finish()
+
+
+def test_of_two_starts_one_compiles(tmp_path: Path) -> None:
+    """The other takes its files; both are told of all kernels."""
+    first, second = Compiler(tmp_path), Compiler(tmp_path)
+    turn = Turn(first.directory)
+    assert turn.take()
+    seen: list[tuple[int, int]] = []
+    follower = BackgroundBuild(SMALL, second, 4, lambda done, total: seen.append((done, total)))
+    second.pending = follower
+    made = {}
+    for i, job in enumerate(SMALL):
+        assert len(seen) == i, "compiled although it is another one's turn"
+        job.run(first)
+        made[job.name] = (first.directory / f"{job.name}.o").stat().st_mtime_ns
+        follower.wait(job.name)
+    follower.finish()
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert second.address(chain_entry)
+    assert {job.name: (first.directory / f"{job.name}.o").stat().st_mtime_ns for job in SMALL} == made
+    assert not Turn(first.directory).take(), "the turn was taken from who has it"
+
+
+def test_who_waits_for_a_start_that_ends_begins_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = Compiler(tmp_path), Compiler(tmp_path)
+    turn = Turn(first.directory)
+    assert turn.take()
+    follower = BackgroundBuild(SMALL, second, 4, lambda *_: None)
+    SMALL[0].run(first)
+    turn.give_back()
+    follower.finish()
+    for job in SMALL:
+        follower.wait(job.name)
+        job.run(second)
+    assert Turn(first.directory).take(), "the turn was not given back"
+    monkeypatch.setattr(background, "PATIENCE_S", 0.0)
+    third = Compiler(tmp_path / "other")
+    stuck = Turn(third.directory)
+    assert stuck.take()
+    impatient = BackgroundBuild(SMALL, third, 4, lambda *_: None)
+    impatient.finish()
+    assert all(third.has(job.name) for job in SMALL), "waited for a start that does nothing"
 
 
 def test_whoever_waits_for_a_broken_worker_compiles_by_itself(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ kernels that were asked for and cannot run are refused, with what to change.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -137,7 +138,8 @@ def _compile_ahead(
     build = BackgroundBuild(
         kernel_jobs(runtime.isa, dtype, mixture=mixture, quantized=config.quantization is not None),
         runtime.compiler,
-        runtime.pool.num_threads,
+        # One of an engine's ranks compiles for all of them, with the threads of all.
+        min(runtime.pool.num_threads * (config.tp_size or config.dp_size), os.cpu_count() or 1),
         lambda done, total: report("Compiling kernels", done, total),
     )
     runtime.compiler.pending = build
