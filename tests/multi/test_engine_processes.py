@@ -69,6 +69,15 @@ def test_answers_of_one_process() -> None:
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
+def test_an_error_of_all_ranks_is_told_once() -> None:
+    command = [sys.executable, "-m", "ostinato", "generate", "x", "--dp", "2", "--threads", "1"]
+    command += ["--context-length", "5000000"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode != 0
+    assert ended.stderr.count("5000000") == 1, ended.stderr
+    assert "all 2 ranks" in ended.stderr
+
+
 def test_abort_frees_the_other_ranks_pages() -> None:
     with LLM(progress=False, threads=1, dp_size=2) as llm:
         engine = llm.engine

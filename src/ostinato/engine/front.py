@@ -21,6 +21,7 @@ from ostinato.config import EngineConfig, LaunchedRank, launched_rank
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.engine import Engine
 from ostinato.engine.interrupts import delayed_interrupts
+from ostinato.engine.load_reports import LoadReports
 from ostinato.engine.program import RANK_MODULE, RankProgram
 from ostinato.engine.progress import Report
 from ostinato.engine.rank import run_rank
@@ -29,7 +30,7 @@ from ostinato.engine.remote import RemoteRequest
 from ostinato.engine.request import Request, RequestOutput, SamplingParams
 from ostinato.engine.rounds import Courier, News, Round, Submit, accepted, params_as_dict
 from ostinato.engine.router import Router
-from ostinato.errors import ConfigError, ParallelError
+from ostinato.errors import ConfigError, OstinatoError, ParallelError
 from ostinato.parallel.rendezvous import World, join
 from ostinato.parallel.topology import Topology
 from ostinato.parallel.watchdog import Watchdog
@@ -59,6 +60,10 @@ def open_engine(config: EngineConfig, report: Report, program: RankProgram | Non
         end = processes.end  # a call that keeps no engine alive
         world.on_missing(lambda error: end())
         return FrontEngine(shared, report, world, processes, program)
+    except OstinatoError as error:
+        told = LoadReports(topology, processes.store).merged(error)
+        processes.kill()
+        raise told from error
     except BaseException:
         processes.kill()
         raise
@@ -85,9 +90,13 @@ def _open_launched(
         transport=config.transport,
         host=LOCALHOST if local else None,
     )
+    reports = LoadReports(world.topology, store)
     if launched.rank:
-        raise SystemExit(run_rank(world.topology, config, world, program))
-    return FrontEngine(config, report, world, program=program)
+        raise SystemExit(run_rank(config, world, reports, program))
+    try:
+        return FrontEngine(config, report, world, program=program)
+    except OstinatoError as error:
+        raise reports.merged(error) from error
 
 
 class FrontEngine(Engine):

@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
+from ostinato.engine.load_reports import LoadReports
 from ostinato.engine.program import RankProgram
-from ostinato.engine.progress import bars
+from ostinato.engine.progress import Report, bars
 from ostinato.engine.ranks import LOCALHOST, meet
 from ostinato.engine.rounds import Courier, News, Round, accepted
 from ostinato.errors import OstinatoError, ParallelError
@@ -42,13 +43,14 @@ def main(program: RankProgram | None = None) -> int:
     topology = Topology(**launch["topology"])
     store = TCPStore(LOCALHOST, launch["port"], topology.tp, False)
     world = meet(topology, store, config, Watchdog(float(config.rank_timeout)))
-    return run_rank(topology, config, world, program)
+    return run_rank(config, world, LoadReports(topology, store), program)
 
 
 def run_rank(
-    topology: Topology, config: EngineConfig, world: World, program: RankProgram | None = None
+    config: EngineConfig, world: World, reports: LoadReports, program: RankProgram | None = None
 ) -> int:
     """Load this rank's part of the model and follow rank 0; the exit status."""
+    topology = world.topology
 
     def end(error: ParallelError) -> None:
         if world.heartbeat is not None:
@@ -61,7 +63,9 @@ def run_rank(
     world.on_missing(end)
     try:
         with bars(shown=False) as report:
-            engine = Engine(config, report, world, program)
+            engine = _loaded(config, report, world, reports, program)
+        if engine is None:
+            return FAILED
         follow(engine, world, float(config.rank_timeout))
     except OstinatoError as error:
         print(f"rank {topology.rank}: {error}", file=sys.stderr, flush=True)
@@ -72,6 +76,21 @@ def run_rank(
         raise
     world.close()
     return 0
+
+
+def _loaded(
+    config: EngineConfig, report: Report, world: World, reports: LoadReports, program: RankProgram | None
+) -> Engine | None:
+    """The engine of this rank; None when rank 0 tells why there is none."""
+    try:
+        engine = Engine(config, report, world, program)
+    except OstinatoError as error:
+        if not reports.failed(error):
+            raise
+        world.fail()
+        return None
+    reports.loaded()
+    return engine
 
 
 def follow(engine: Engine, world: World, timeout_s: float | None = None) -> None:
