@@ -38,17 +38,22 @@ def test_lists_follow_the_steps() -> None:
 
 
 def test_small_gains_change_nothing_and_the_past_fades() -> None:
-    planner = Replanner(CPU, every=1)
     rules = ShapeRules(Buckets((4, 16)), Buckets((64,)))
+    free = Replanner(CPU, every=1)
     for _ in range(8):
-        planner.note(decode(3), rules)
-    assert planner.plan(rules).decode.sizes == (16,), "pads are free here"
-    planner = Replanner(Costs(pad_row=1.0, eager=99.0, graph=10.0), every=1)
-    assert planner.plan(rules) == rules
-    planner.note(decode(3), rules)
-    planner.plan(rules)
-    assert planner.plan(rules) == rules
-    assert planner.as_dict(rules) == {"decode": [4, 16], "prefill": [64], "plans": 3, "changes": 0}
+        free.note(decode(3), rules)
+    assert free.plan(rules).decode.sizes == (16,), "pads are free here, and the graph of 16 is there"
+    met = StepShape(StepMode.DECODE, (3,), 3, 4, 4)
+    planner = Replanner(Costs(pad_row=1.0, eager=99.0, graph=20.0), every=1)
+    assert planner.plan(rules) == rules, "nothing was seen"
+    for steps, want in ((10, (4, 16)), (200, (3, 16))):
+        for _ in range(steps):
+            planner.note(met, rules)
+        assert planner.plan(rules).decode.sizes == want, "a new graph must be worth its price"
+    for _ in range(9):
+        planner.plan(rules)
+    assert planner.plan(rules) == rules, "what was seen is long ago"
+    assert planner.as_dict(rules)["plans"] == 13
 
 
 def play(llm: Any) -> Any:

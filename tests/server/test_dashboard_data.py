@@ -47,6 +47,7 @@ def stats(generated: int = 0, load: Any = None, **scheduler: int) -> dict[str, A
     rows |= {"checked": 2, "mismatches": 1, "quarantined": True, "something_new": 2}
     unused = dict.fromkeys(rows, 0) | {"captures": 1}
     graphs = {"eager_reasons": {"not captured": 2}, "captured_never_replayed": ["decode/16"]}
+    graphs |= {"sizes": {"7": 1}}
     return {
         "tokens": {"prompt": 5, "generated": generated},
         "scheduler": {
@@ -65,6 +66,7 @@ def stats(generated: int = 0, load: Any = None, **scheduler: int) -> dict[str, A
                 "keys": {"extend/16": rows},
                 "eager_reasons": {"not captured": 1, "quarantined": 4},
                 "captured_never_replayed": [],
+                "sizes": {},
             },
         },
         "expert_load": load,
@@ -150,7 +152,9 @@ def test_buckets_that_served_nothing_are_left_out(recorder: Recorder) -> None:
         1,
         True,
     )
-    assert recorder.data().graphs == Graphs({"not captured": 3, "quarantined": 4}, 1)
+    assert recorder.data().graphs == Graphs(
+        {"not captured": 3, "quarantined": 4}, 1, {"decode": {"7": 1}, "prefill": {}}
+    )
 
 
 def test_recent_expert_load_forgets_after_a_minute(recorder: Recorder, clock: Clock) -> None:

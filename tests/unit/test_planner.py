@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.planner import Budget, Costs, Limits, Outcome, evaluate, plan
+from ostinato.graphs.planner import Budget, Costs, Limits, Outcome, evaluate, plan, used
 from ostinato.padding import Buckets, ShapeRules, StepMode, align_up, decide_shape
 
 HISTOGRAMS = st.dictionaries(st.integers(1, 14), st.integers(1, 9), max_size=6)
@@ -28,6 +28,7 @@ LIMITS = st.builds(
     alignment=st.sampled_from([1, 2, 4]),
     cover=st.none() | st.integers(14, 17),
     max_pad_factor=st.none() | st.integers(1, 3),
+    paid=st.frozensets(st.integers(1, 16), max_size=3),
 )
 BUDGETS = st.builds(
     Budget,
@@ -39,7 +40,7 @@ BUDGETS = st.builds(
 
 def every_list(histogram: dict[int, int], costs: Costs, budget: Budget, limits: Limits) -> list[Outcome]:
     """All lists of aligned sizes within the budget, also of sizes that were never seen."""
-    top = max([*histogram, limits.cover or 1])
+    top = max([*histogram, 1, *limits.paid]) if limits.cover is None else limits.cover
     sizes = range(limits.alignment, align_up(top, limits.alignment) + 1, limits.alignment)
     most = len(sizes) if budget.graphs is None else budget.graphs
     lists = [chosen for count in range(min(most, len(sizes)) + 1) for chosen in combinations(sizes, count)]
@@ -96,6 +97,14 @@ def test_free_pads_want_few_graphs_and_costly_ones_many() -> None:
     found = plan(histogram, gpu, Budget(graphs=2), Limits(cover=32))
     assert len(found.sizes) == 2
     assert found.pad_share < evaluate((32,), histogram, gpu).pad_share
+
+
+def test_graphs_that_are_there_are_kept_and_those_never_met_are_not_counted() -> None:
+    histogram, costs = {3: 10, 7: 10}, Costs(pad_row=1.0, eager=50.0, graph=15.0)
+    assert plan(histogram, costs, limits=Limits(cover=8)).sizes == (3, 8)
+    assert plan(histogram, costs, limits=Limits(cover=8, paid=frozenset({4, 8}))).sizes == (4, 8)
+    assert used((2, 4, 6, 8, 16), histogram) == (4, 8)
+    assert used((2,), histogram) == ()
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ostinato import __version__
-from ostinato.cli import bench, bench_serve, chat, fetch, generate, replay_trace, serve, verify
+from ostinato.cli import bench, bench_serve, buckets, chat, fetch, generate, replay_trace, serve, verify
 from ostinato.errors import OstinatoError
 
 # Root of what the parser raises at users; typer has no public name for it.
@@ -92,6 +92,7 @@ def _root(
 bench_app = typer.Typer(cls=_BenchGroup, help="Measure an engine, or a server under load.")
 bench_app.command("engine")(bench.bench)
 bench_app.command("serve")(bench_serve.bench_serve)
+bench_app.command("buckets")(buckets.bench_buckets)
 
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)

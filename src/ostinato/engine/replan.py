@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ostinato.graphs.planner import Costs, Limits, evaluate, plan
+from ostinato.graphs.planner import Costs, Limits, evaluate, plan, used
 from ostinato.padding import Buckets, ShapeRules, StepShape, align_up
 
 EVERY = 1000
@@ -45,6 +45,10 @@ class Replanner:
         self.changes = 0
         self._steps = 0
         self._seen: dict[bool, Counter[int]] = {False: Counter(), True: Counter()}
+        self._met: dict[bool, set[int]] = {
+            False: set(),
+            True: set(),
+        }  # sizes of which a graph has been captured
 
     def note(self, shape: StepShape, rules: ShapeRules) -> None:
         """A step is about to run, on all ranks that run it together."""
@@ -52,6 +56,8 @@ class Replanner:
         if size:
             per_row = 1 if extends else rules.tokens_per_request
             self._seen[extends][_coarse(-(-size // per_row), extends)] += 1
+        if not shape.eager_reason:
+            self._met[extends].add(shape.key.size)
         self._steps += 1
         self.due = self.due or self._steps % self.every == 0
 
@@ -59,9 +65,8 @@ class Replanner:
         """The rules with the lists that serve what was seen best, or as they are where that gains little."""
         self.due = False
         self.plans += 1
-        decode = self._better(rules.decode, False, Limits(rules.attn_tp_size, rules.decode.largest))
-        limits = Limits(rules.attn_tp_size, rules.extend.largest, rules.max_pad_factor)
-        extend = self._better(rules.extend, True, limits)
+        decode = self._better(rules.decode, False, rules.attn_tp_size, None)
+        extend = self._better(rules.extend, True, rules.attn_tp_size, rules.max_pad_factor)
         for seen in self._seen.values():  # what was long ago counts less and less
             for size in list(seen):
                 seen[size] //= 2
@@ -69,14 +74,24 @@ class Replanner:
         self.changes += found != rules
         return found
 
-    def _better(self, buckets: Buckets, extends: bool, limits: Limits) -> Buckets:
+    def _better(self, buckets: Buckets, extends: bool, alignment: int, factor: int | None) -> Buckets:
+        met = frozenset(self._met[extends])
+        limits = Limits(alignment, buckets.largest, factor, met)
         seen = {
             size: steps for size, steps in self._seen[extends].items() if steps and size <= buckets.largest
         }
         if not seen:
             return buckets
-        now, found = evaluate(buckets.sizes, seen, self.costs, limits), plan(seen, self.costs, limits=limits)
-        return Buckets(found.sizes) if found.cost <= CLEARLY * now.cost else buckets
+        now = evaluate(used(buckets.sizes, seen), seen, self.costs, limits)
+        found = plan(seen, self.costs, limits=limits)
+        # The bucket of the largest step is part of every plan, and captured when such a step comes.
+        cost = found.cost - (
+            self.costs.graph if buckets.largest not in {*met, *used(found.sizes, seen)} else 0.0
+        )
+        if cost > CLEARLY * now.cost:
+            return buckets
+        self._met[extends] &= set(found.sizes)
+        return Buckets(found.sizes)
 
     def as_dict(self, rules: ShapeRules) -> dict[str, Any]:
         """Plain values for `stats()`."""

@@ -61,17 +61,20 @@ class Limits:
     """What a list must be: sizes are multiples of `alignment`; `cover`, the largest legal step, has a bucket if given.
 
     max_pad_factor: a bucket of more than that many times the real rows is refused, the step runs eagerly.
+    paid: sizes whose graph is there already, so that keeping it costs nothing.
     """
 
     alignment: int = 1
     cover: int | None = None
     max_pad_factor: int | None = None
+    paid: frozenset[int] = frozenset()
 
 
 class Outcome(NamedTuple):
-    """What a list would have done for a histogram. `cost` in the unit of `Costs`."""
+    """What a list of that many graphs would have done for a histogram. `cost` in the unit of `Costs`."""
 
     sizes: tuple[int, ...]
+    graphs: int
     cost: float
     real_rows: int
     pad_rows: int
@@ -89,7 +92,8 @@ def evaluate(
     sizes: Iterable[int], histogram: Histogram, costs: Costs, limits: Limits | None = None
 ) -> Outcome:
     """What `sizes` cost for the steps of `histogram`, by the rules of `decide_shape`."""
-    buckets, factor = Buckets(tuple(sorted(sizes))), (limits or Limits()).max_pad_factor
+    limits = limits or Limits()
+    buckets, factor = Buckets(tuple(sorted(sizes))), limits.max_pad_factor
     pads = eager = 0
     for size, steps in histogram.items():
         bucket = buckets.fit(size)
@@ -99,7 +103,10 @@ def evaluate(
             pads += steps * (bucket - size)
     return Outcome(
         buckets.sizes,
-        pads * costs.pad_row + eager * costs.eager + len(buckets.sizes) * costs.graph,
+        len(buckets.sizes),
+        pads * costs.pad_row
+        + eager * costs.eager
+        + sum(size not in limits.paid for size in buckets.sizes) * costs.graph,
         sum(size * steps for size, steps in histogram.items()),
         pads,
         eager,
@@ -115,6 +122,12 @@ class _Label(NamedTuple):
     bytes: int
     seconds: float
     key: tuple[int, tuple[int, ...]]
+
+
+def used(sizes: Iterable[int], histogram: Histogram) -> tuple[int, ...]:
+    """Those of `sizes` that some step of `histogram` falls into: all that a list captured on demand has captured."""
+    buckets = Buckets(tuple(sorted(sizes)))
+    return tuple(sorted({bucket for size in histogram if (bucket := buckets.fit(size)) is not None}))
 
 
 def plan(
@@ -144,7 +157,7 @@ def plan(
             layers[0] = before[0]
         for j in range(1, last + 1):
             source = before if counted else layers
-            grown = [_grown(label, segments, i, j, costs) for i in range(j) for label in source[i]]
+            grown = [_grown(label, segments, i, j, costs, limits) for i in range(j) for label in source[i]]
             layers[j] = _undominated([label for label in grown if _within(label, budget)], budget)
             if limits.cover is None or j == last:
                 best += [_closed(label, segments, j, costs) for label in layers[j]]
@@ -155,11 +168,11 @@ def plan(
     return evaluate(min(best, key=lambda label: (label.cost, label.key)).key[1], histogram, costs, limits)
 
 
-def _grown(label: _Label, segments: _Segments, i: int, j: int, costs: Costs) -> _Label:
+def _grown(label: _Label, segments: _Segments, i: int, j: int, costs: Costs, limits: Limits) -> _Label:
     size = segments.candidates[j - 1]
     graphs, sizes = label.key
     return _Label(
-        label.cost + segments.cost(i, j) + costs.graph,
+        label.cost + segments.cost(i, j) + (0.0 if size in limits.paid else costs.graph),
         label.bytes + costs.bytes_of(size),
         label.seconds + costs.seconds_of(size),
         (graphs + 1, (*sizes, size)),
@@ -193,8 +206,8 @@ def _undominated(labels: list[_Label], budget: Budget) -> list[_Label]:
 class _Segments:
     """Cost of serving neighbouring sizes by one bucket, in constant time and a bisection.
 
-    candidates: the only sizes worth a bucket, ascending: those seen, aligned, and the cover. A bucket between two of
-    them serves what the lower one does, with more padding.
+    candidates: the only sizes worth a bucket, ascending: those seen, aligned, the cover, and those that are paid. Any
+    other bucket serves what the candidate below it does, with more padding.
     """
 
     def __init__(self, histogram: Histogram, costs: Costs, limits: Limits) -> None:
@@ -202,6 +215,8 @@ class _Segments:
         wanted = {align_up(size, limits.alignment) for size in self._sizes}
         if limits.cover is not None:
             wanted.add(align_up(limits.cover, limits.alignment))
+        top = inf if limits.cover is None else max(wanted)
+        wanted |= {size for size in limits.paid if size <= top and size % limits.alignment == 0}
         self.candidates = sorted(wanted)
         self._costs, self._factor = costs, limits.max_pad_factor
         steps = [histogram[size] for size in self._sizes]

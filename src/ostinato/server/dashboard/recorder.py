@@ -201,4 +201,5 @@ def _graphs(graph: Mapping[str, Mapping[str, Any]]) -> Graphs:
     reasons: Counter[str] = Counter()
     for stats in graph.values():
         reasons.update(stats["eager_reasons"])
-    return Graphs(dict(reasons), sum(len(stats["captured_never_replayed"]) for stats in graph.values()))
+    unused = sum(len(stats["captured_never_replayed"]) for stats in graph.values())
+    return Graphs(dict(reasons), unused, {kind: stats["sizes"] for kind, stats in graph.items()})

@@ -1,0 +1,77 @@
+"""What buckets cost on this machine: of a padded row, a graph, and a step without one, measured on a loaded engine.
+
+Knows the engine's worker, whose steps it runs on dummies in the trash page. Runs that are compared take turns.
+Invariant: the worker's own statistics and graphs are as before when it is done.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ostinato.engine.batch import capture_batch
+from ostinato.engine.worker import Worker
+from ostinato.graphs import GraphRunner, GraphStats
+from ostinato.graphs.planner import Costs
+from ostinato.padding import StepMode, StepShape
+
+ROUNDS = 25
+
+
+def measured_costs(worker: Worker) -> dict[str, Costs]:
+    """Seconds, by kind of step."""
+    rules = worker.rules
+    wide = rules.decode.largest
+    decode = [StepShape(StepMode.DECODE, (n,), n, width, width) for n, width in ((1, 1), (1, wide))]
+    wide = rules.extend.largest
+    half, slots = max(wide // 2, 1), rules.max_extend_bs or 1
+    extend = [StepShape(StepMode.EXTEND, (half,), 1, width, slots) for width in (half, wide)]
+    return {
+        "decode": _costs(worker.decode, *decode, padded=rules.decode.largest - 1),
+        "prefill": _costs(worker.prefill, *extend, padded=wide - half),
+    }
+
+
+def _costs(runner: GraphRunner[Any, Any], exact: StepShape, wide: StepShape, *, padded: int) -> Costs:
+    kept, runner.stats = runner.stats, GraphStats()
+    before = runner.captured
+    batch = capture_batch(exact)
+    try:
+        runner.run(wide, batch)
+        captures = [_captured_anew(runner, exact, batch) for _ in range(5)]
+        runs: list[Callable[[], object]] = [
+            lambda: runner.run(exact, batch),
+            lambda: runner.run(wide, batch),
+            lambda: runner.run(exact, batch, reject="measured"),
+        ]
+        times: list[list[float]] = [[] for _ in runs]
+        for _ in range(ROUNDS):
+            for seen, run in zip(times, runs, strict=True):
+                seen.append(_seconds(run))
+    finally:
+        runner.stats = kept
+        for key in runner.captured:
+            if key not in before:
+                runner.drop(key)
+    capture = statistics.median(captures)
+    replay, with_pads, eager = (statistics.median(seen) for seen in times)
+    # Noise may make the better of two look the worse one; a cost below nothing would plan nonsense.
+    return Costs(
+        pad_row=max(0.0, with_pads - replay) / max(padded, 1),
+        eager=max(0.0, eager - replay),
+        graph=max(0.0, capture - replay),
+        capture_s=capture,
+    )
+
+
+def _captured_anew(runner: GraphRunner[Any, Any], shape: StepShape, batch: Any) -> float:
+    runner.drop(shape.key)
+    return _seconds(lambda: runner.run(shape, batch))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

@@ -1,0 +1,212 @@
+"""`ostinato bench buckets`: bucket lists for the step sizes of a workload, and what they save beside the present ones.
+
+    sizes   from a run of its own, a file with `stats()` in it, or a running server
+    costs   measured on this machine, or counted in padded rows
+
+Must not import torch or the engine before the arguments were found good. Invariant: the last line of stdout is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ostinato.cli.flags import engine_flags
+from ostinato.cli.generate import MODEL_HELP
+from ostinato.config import EngineConfig, ServerConfig
+from ostinato.errors import ConfigError
+from ostinato.options import parse_bytes
+
+if TYPE_CHECKING:
+    from ostinato.engine.llm import LLM
+    from ostinato.graphs.planner import Costs, Outcome
+    from ostinato.padding import ShapeRules
+
+KINDS = ("decode", "prefill")
+Sizes = dict[str, dict[int, int]]
+
+
+@engine_flags
+def bench_buckets(
+    *,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="File with stats in JSON, or URL of a server; else a run of its own.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Count padded rows; do not measure what they cost here.")
+    ] = False,
+    max_graphs: Annotated[int, typer.Option(min=1, help="Graphs of each kind at most.")] = 16,
+    graph_memory: Annotated[
+        str | None, typer.Option(help="Memory of the graphs of a kind, like 2GiB.")
+    ] = None,
+    capture_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Time to capture the graphs of a kind.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of its own run.")] = 48,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, half to twice as many.")] = 64,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer, half to twice as many.")] = 48,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and lengths.")] = 0,
+    engine: dict[str, Any],
+) -> None:
+    """Plan bucket lists for the steps of a workload. The last line of the output is JSON."""
+    config = EngineConfig.of(model=model, **engine)
+    if (config.tp_size or 1) > 1 or config.dp_size > 1:
+        raise ConfigError(
+            "bench buckets measures one process; leave out tp and dp, and read a server with --from URL"
+        )
+    memory = None if graph_memory is None else parse_bytes(graph_memory, name="graph_memory")
+    from ostinato.graphs.planner import Budget, Costs
+
+    budget = Budget(max_graphs, memory, capture_seconds)
+    sizes, most = ({}, None) if source is None else read_sizes(source)
+    costs: Mapping[str, Costs] = dict.fromkeys(KINDS, Costs(pad_row=1.0, eager=64.0))
+    if source is None or not rows:
+        from ostinato.cli.screen import open_engine
+
+        with open_engine(config) as llm:
+            if source is None:
+                sizes = run_workload(llm, num_prompts, input_len, output_len, seed)
+            if not rows:
+                from ostinato.cli.bucket_costs import measured_costs
+
+                costs = measured_costs(llm.engine.worker)
+            rules = llm.engine.worker.rules
+    if source is not None:
+        rules = rules_for(config, most or config.max_running_requests, sizes)
+    result = {kind: compare(kind, sizes[kind], rules, costs[kind], budget) for kind in KINDS}
+    _show(result, costs, in_rows=rows)
+    print(
+        json.dumps(
+            {"unit": "rows" if rows else "seconds"} | {k: _as_dict(v, costs[k]) for k, v in result.items()}
+        )
+    )
+
+
+def compare(
+    kind: str, sizes: Mapping[int, int], rules: ShapeRules, costs: Costs, budget: Any
+) -> tuple[Outcome, Outcome]:
+    """What the present list costs for these sizes, and what the planned one does: of both what the steps fall into."""
+    from ostinato.graphs.planner import Limits, evaluate, plan, used
+
+    buckets = rules.decode if kind == "decode" else rules.extend
+    factor = rules.max_pad_factor if kind == "prefill" else None
+    limits = Limits(rules.attn_tp_size, buckets.largest, factor)
+    fitting = {size: steps for size, steps in sizes.items() if size <= buckets.largest}
+    planned = plan(fitting, costs, budget, limits)
+    now, then = (
+        evaluate(used(sizes, fitting), fitting, costs, limits) for sizes in (buckets.sizes, planned.sizes)
+    )
+    return now, then._replace(sizes=planned.sizes)
+
+
+def rules_for(config: EngineConfig, max_bs: int, sizes: Sizes) -> ShapeRules:
+    """The lists that an engine of these options has, as far as they do not depend on its model."""
+    from ostinato.graphs import decode_buckets, prefill_buckets
+    from ostinato.padding import ShapeRules
+
+    rows = max([config.chunked_prefill_size or config.max_prefill_tokens, *sizes["prefill"]])
+    decode = decode_buckets(max([max_bs, *sizes["decode"]]), sizes=config.decode_buckets)
+    return ShapeRules(decode, prefill_buckets(rows, sizes=config.prefill_buckets), max_extend_bs=max_bs)
+
+
+def read_sizes(source: str) -> tuple[Sizes, int | None]:
+    """Steps by size of both kinds, and the most running requests where that is told. Raises ConfigError."""
+    if source.startswith(("http://", "https://")):
+        keys = ServerConfig.of().api_keys
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        request = urllib.request.Request(f"{source.rstrip('/')}/dashboard/data?after=0", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            data = json.load(answer)
+        found, most = (data.get("graphs") or {}).get("sizes"), data["about"]["max_running_requests"]
+    else:
+        lines = Path(source).read_text(encoding="utf-8").strip().splitlines()
+        try:
+            data = json.loads(lines[-1] if lines and lines[-1].startswith("{") else "\n".join(lines))
+        except ValueError as error:
+            raise ConfigError(
+                f"{source} holds no JSON ({error}); give what `--json` or `bench` printed"
+            ) from error
+        found, most = _graphs(data), None
+    if not found:
+        raise ConfigError(
+            f"{source} has no step sizes; give stats of an engine that has run, with graph.decode.sizes"
+        )
+    return {kind: {int(size): steps for size, steps in found[kind].items()} for kind in KINDS}, most
+
+
+def _graphs(value: Any) -> dict[str, dict[str, int]] | None:
+    """The first statistics of graphs anywhere in a JSON value."""
+    if isinstance(value, dict):
+        if all("sizes" in (value.get(kind) or ()) for kind in KINDS):
+            return {kind: value[kind]["sizes"] for kind in KINDS}
+        value = list(value.values())
+    if isinstance(value, list):
+        return next((found for item in value if (found := _graphs(item))), None)
+    return None
+
+
+def run_workload(llm: LLM, count: int, input_len: int, output_len: int, seed: int) -> Sizes:
+    """Requests of random lengths that come at random steps; the sizes of the steps that served them."""
+    from ostinato.engine.request import SamplingParams
+
+    draw, engine = random.Random(seed), llm.engine
+    special = llm.tokenizer.special_ids
+    vocabulary = [i for i in range(llm.tokenizer.vocab_size) if i not in special]
+
+    def about(length: int) -> int:
+        return draw.randint(max(length // 2, 1), 2 * length)
+
+    while count or engine.has_work:
+        while count and draw.random() < 0.3:
+            params = SamplingParams(temperature=0.0, max_tokens=about(output_len), ignore_eos=True)
+            engine.submit(draw.choices(vocabulary, k=about(input_len)), params)
+            count -= 1
+        engine.step()
+    graph = engine.stats()["graph"]
+    return {kind: {int(size): steps for size, steps in graph[kind]["sizes"].items()} for kind in KINDS}
+
+
+def _as_dict(pair: tuple[Outcome, Outcome], costs: Costs) -> dict[str, Any]:
+    now, planned = (one._asdict() | {"pad_share": one.pad_share} for one in pair)
+    prices = {"pad_row": costs.pad_row, "eager": costs.eager, "graph": costs.graph}
+    return {"present": now, "planned": planned, "costs": prices}
+
+
+def _show(result: dict[str, tuple[Outcome, Outcome]], costs: Mapping[str, Costs], *, in_rows: bool) -> None:
+    console = Console(highlight=False)
+    table = Table(
+        "steps", "list", "graphs used", "pads", "eager", "cost, rows" if in_rows else "cost, ms", "buckets"
+    )
+    for kind, pair in result.items():
+        for name, one in zip(("present", "planned"), pair, strict=True):
+            cost = f"{one.cost:.0f}" if in_rows else f"{1e3 * one.cost:.3g}"
+            sizes = " ".join(map(str, one.sizes))
+            table.add_row(
+                kind, name, str(len(one.sizes)), f"{one.pad_share:.1%}", str(one.eager_steps), cost, sizes
+            )
+    console.print(table)
+    if in_rows:
+        console.print("Counted in rows: a padded row costs 1, a step without a graph 64, a graph nothing.")
+        return
+    for kind, price in costs.items():
+        free = price.pad_row * 32 < price.graph
+        console.print(
+            f"{kind}: here a padded row costs {1e6 * price.pad_row:.2f} us, a graph {1e3 * price.graph:.2f} ms, an "
+            f"eager step {1e3 * price.eager:.2f} ms more than a replay"
+            + ("; pads are nearly free, so few buckets are best" if free else "")
+        )

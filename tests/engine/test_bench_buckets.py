@@ -1,0 +1,85 @@
+"""`ostinato bench buckets`: sizes from a run, a file or a server; lists that cost no more than the present ones."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ostinato.cli import app
+
+SIZES = {"decode": {"sizes": {"1": 40, "7": 9}}, "prefill": {"sizes": {"50": 3}}}
+
+
+def bench(*args: str) -> dict[str, Any]:
+    found = CliRunner().invoke(app, ["bench", "buckets", *args])
+    assert found.exit_code == 0, found.output
+    made: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return made
+
+
+def test_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "stats.json"
+    path.write_text("a table\n" + json.dumps({"replay": {"stats": {"graph": SIZES}}}))
+    made = bench("--from", str(path), "--rows")
+    assert made["unit"] == "rows"
+    assert made["decode"]["present"] | {"pad_share": 0} == {
+        "sizes": [1, 8],
+        "graphs": 2,
+        "cost": 9.0,
+        "real_rows": 103,
+        "pad_rows": 9,
+        "eager_steps": 0,
+        "bytes": 0,
+        "capture_s": 0.0,
+        "pad_share": 0,
+    }
+    assert (made["decode"]["planned"]["sizes"], made["decode"]["planned"]["cost"]) == ([1, 7, 32], 0.0)
+    assert bench("--from", str(path), "--rows", "--max-graphs", "2")["decode"]["planned"]["sizes"] == [1, 32]
+    path.write_text("{}")
+    assert CliRunner().invoke(app, ["bench", "buckets", "--from", str(path), "--rows"]).exit_code != 0
+
+
+def test_from_a_server() -> None:
+    data = {
+        "about": {"max_running_requests": 8},
+        "graphs": {"sizes": {kind: one["sizes"] for kind, one in SIZES.items()}},
+    }
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/dashboard/data?after=0" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(data).encode())
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        made = bench("--from", f"http://127.0.0.1:{server.server_port}/", "--rows")
+        thread.join(10)
+    assert made["decode"]["planned"]["sizes"] == [1, 7, 8]
+
+
+@pytest.mark.parametrize("args", [("--tp", "2"), ("--graph-memory", "much")])
+def test_what_cannot_be_measured_is_refused(args: tuple[str, str]) -> None:
+    assert CliRunner().invoke(app, ["bench", "buckets", *args]).exit_code == 2
+
+
+def test_from_a_run_with_costs_of_this_machine() -> None:
+    made = bench(
+        "--threads", "1", "--num-prompts", "6", "--output-len", "6", "--dtype", "float32", "--max-graphs", "3"
+    )
+    assert made["unit"] == "seconds"
+    for kind in ("decode", "prefill"):
+        present, planned = made[kind]["present"], made[kind]["planned"]
+        assert present["real_rows"] == planned["real_rows"] > 0
+        assert len(planned["sizes"]) <= 3
+        assert all(cost >= 0 for cost in made[kind]["costs"].values())
