@@ -22,12 +22,22 @@ from ostinato.graphs import (
     TapeBackend,
     Workspace,
 )
+from ostinato.moe.load import ExpertLoad
 from ostinato.padding import Buckets, GraphKey, ShapeRules, StepMode, StepShape, decide_shape
 
 T = TypeVar("T")
 BS = 8
 RULES = ShapeRules(Buckets((2, 4, 8)), Buckets((4, 8)), max_extend_bs=4)
 UNPADDED = ShapeRules(Buckets(()), Buckets(()))
+
+
+class WarmingBackend(EagerBackend):
+    """As CUDA graphs: warms up, and computes nothing while it captures."""
+
+    name = "warming"
+    captures = True
+    runs_while_capturing = False
+    warmup = 2
 
 
 def attend(ids: torch.Tensor, lens: torch.Tensor, count: torch.Tensor, out: torch.Tensor) -> None:
@@ -364,3 +374,32 @@ def test_keys_are_spelled_with_stream_and_variant() -> None:
     made = batch(1, 2)
     runner.run(replace(shape_of(made), stream_index=1, variant="lora"), made)
     assert list(runner.stats.as_dict()["keys"]) == ["decode/2/stream1/lora"]
+
+
+def test_warm_ups_of_a_capture_amid_serving_are_announced() -> None:
+    """The step counts once, when it is replayed: warm-ups run its kernels before."""
+    events: list[object] = []
+    runner, _ = make(
+        WarmingBackend(),
+        read=lambda view: events.append("run"),
+        capture_on_first_use=True,
+        rehearse=events.append,
+    )
+    shape = decide_shape(StepMode.DECODE, [2], 2, RULES)
+    for _ in range(2):
+        runner.run(shape, decode_batch([1, 2], [4, 5], [1, 2], [16, 17]))
+    assert events == [True, "run", "run", "run", False, "run", "run"]
+    events.clear()
+    runner.run(shape, decode_batch([1, 2], [4, 5], [1, 2], [16, 17]), reject="eager")
+    assert events == ["run"]
+
+
+def test_a_rehearsal_leaves_the_switch_of_the_load_as_it_was() -> None:
+    load = ExpertLoad(1, 4)
+    for wanted in (True, False):
+        load.set_live(wanted)
+        load.rehearse(True)
+        assert not int(load.live)
+        assert not load.rows.live
+        load.rehearse(False)
+        assert bool(load.live) == load.rows.live == wanted

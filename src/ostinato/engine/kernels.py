@@ -95,7 +95,7 @@ def _op_set(
         from ostinato.ops.cuda.opset import TritonOps
 
         gpu = TritonOps(pool.device, exact=config.gpu_products == "exact")
-        return gpu, TritonAttention(pool), lambda: None
+        return gpu, TritonAttention(pool), gpu.prepare
     refused = _refused(pool.layout)
     if config.kernels == "numba" and refused:
         raise ConfigError(f"kernels 'numba' cannot run with {refused}, or kernels 'reference'")

@@ -145,6 +145,7 @@ class Worker:
             prepare=self._attention.plan,
             capture_on_first_use=self.options.capture_on_first_use,
             live=live,
+            rehearse=None if self.load is None else self.load.rehearse,
         )
 
     def prefill_runner(self, mode: PrefillGraph) -> GraphRunner[ForwardBatch, torch.Tensor]:

@@ -8,7 +8,8 @@ is looked up by the key that its capture used, and replays only under the host v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Generic, TypeVar
@@ -54,6 +55,8 @@ class GraphRunner(Generic[B, T]):
     capture_on_first_use: the first step of a key is captured. With a backend that runs while it captures
         (tape) that step costs what an eager one does, without a warm-up; others warm up, capture and replay.
     warmup: eager calls before a capture ahead of time; None for the backend's own number.
+    rehearse: called with True before the warm-ups of a capture and with False behind it: what runs between is no step,
+        and must count in no statistics.
     live: where a breakable backend, made with the same object, learns what step runs. Eager steps narrow by it, too.
 
     Outputs come at the padded width; callers cut them to the real rows. They are overwritten by the next
@@ -70,6 +73,7 @@ class GraphRunner(Generic[B, T]):
         capture_on_first_use: bool = False,
         warmup: int | None = None,
         live: LiveStep | None = None,
+        rehearse: Callable[[bool], None] | None = None,
     ) -> None:
         self.registry = registry
         self.backend = backend
@@ -79,6 +83,7 @@ class GraphRunner(Generic[B, T]):
         self._prepare = prepare
         self._warmup = backend.warmup if warmup is None else warmup
         self._live = live
+        self._rehearse = rehearse
         self._eager = EagerStream() if live is None else NarrowingStream(live)
         self._entries: dict[GraphKey, _Entry[T]] = {}
         self._advances: dict[GraphKey, CapturedGraph[None]] = {}
@@ -219,11 +224,23 @@ class GraphRunner(Generic[B, T]):
         verdict: Hashable = self.registry.verdict(ctx)
         frozen = FrozenInputs(verdict)
         watched = frozen.watch(view, self.registry.has_slot)
-        graph = self.backend.capture(lambda stream: self._fn(watched, stream), warmup)
+        with self._rehearsal(warmup):
+            graph = self.backend.capture(lambda stream: self._fn(watched, stream), warmup)
         frozen.seal()
         self._entries[shape.key] = _Entry(graph, frozen)
         self.stats.count_capture(shape.key)
         return view
+
+    @contextmanager
+    def _rehearsal(self, warmup: int) -> Iterator[None]:
+        if not warmup or self._rehearse is None:
+            yield
+            return
+        self._rehearse(True)
+        try:
+            yield
+        finally:
+            self._rehearse(False)
 
     def _fill(self, shape: StepShape, batch: B, ctx: FillContext) -> B:
         self.registry.fill_from(batch, ctx)

@@ -51,10 +51,19 @@ class ExpertLoad:
         self.live = torch.zeros((), dtype=torch.int64, device=device)
         self.rows = ExpertRows()
         self._leads = leads
+        self._wanted = False
 
     def set_live(self, live: bool) -> None:
         """Count the steps launched from now on, or not. Host code: call it between steps, not inside a
         graph."""
+        self._wanted = live
+        self._switch(live)
+
+    def rehearse(self, on: bool) -> None:
+        """What runs until it is called again with False is no step and is not counted, whatever `set_live` said."""
+        self._switch(self._wanted and not on)
+
+    def _switch(self, live: bool) -> None:
         self.live.fill_(int(live and self._leads))
         self.rows.live = live
 

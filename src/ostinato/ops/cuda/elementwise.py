@@ -71,7 +71,8 @@ def mask_kernel(
     tl.store(x + row * x_row + columns, nothing, mask=(columns < width) & (row >= tl.load(live)))
 
 
-@triton.jit
+# One form for all sizes: it is first launched while a graph is captured, where nothing may be compiled.
+@triton.jit(do_not_specialize=["num_rows", "table_row", "num_pages", "page_size"])
 def advance_kernel(
     choice: tl.tensor,
     tokens: tl.tensor,

@@ -40,6 +40,14 @@ class TritonOps:
         self.argmax, self.sample = choice.argmax, choice.sample
         self.scale_by_position = ReferenceOps().scale_by_position
 
+    def prepare(self) -> None:
+        """Compile what is first launched inside a capture: the step from one decode step to the next."""
+        rows = torch.zeros(1, dtype=torch.int64, device=self.device)
+        nobody = torch.zeros(1, dtype=torch.int32, device=self.device)
+        for lengths in range(5):
+            table = nobody.view(1, 1)
+            self.advance(rows, rows, rows, rows, rows, table, 1, (rows,) * lengths, nobody)
+
     @property
     def name(self) -> str:
         return "triton" if self.exact else "triton.library"
