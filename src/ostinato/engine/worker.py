@@ -166,12 +166,7 @@ class Worker:
         assert view.input_ids is not None
         rows, planned = view.input_ids.shape[0], self._attention.planned_lens
         assert planned is not None, "this attention is planned by the host alone"
-        lengths = (
-            view.seq_lens,
-            view.seq_lens_cpu,
-            planned[:rows],
-            self._chooser.positions[:rows],
-        )
+        lengths = (view.seq_lens, view.seq_lens_cpu, planned[:rows], self._chooser.positions[:rows])
         stream.launch(
             self.model.ops.advance,
             self._chooser.tokens[:rows],
