@@ -46,7 +46,14 @@ def verified(model: str | None, layout: str, budget: float, threads: int, report
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - began
     if not report.exists():
-        return {"code": done.returncode, "seconds": seconds, "error": done.stderr.strip()[-400:]}
+        said = (done.stderr.strip() or "nothing").splitlines()[-1].removeprefix("ostinato: error: ")
+        refused = "cannot be shared out" in said  # a layout that this model's sizes do not allow
+        return {
+            "code": 0 if refused else done.returncode,
+            "seconds": seconds,
+            "error": said,
+            "refused": refused,
+        }
     found = json.loads(report.read_text())
     checks = [check for check in found["checks"] if not check["skipped"]]
     return {
@@ -63,6 +70,7 @@ def verified(model: str | None, layout: str, budget: float, threads: int, report
 def _row(model: str, layout: str, found: dict[str, Any]) -> str:
     verdict = {0: "passed", 1: "FAILED"}.get(found["code"], f"ended with {found['code']}")
     if "error" in found:
+        verdict = "no such layout" if found["refused"] else verdict
         return f"| {model} | {layout} | {verdict}: {found['error']} | | | {found['seconds']:.0f} |"
     findings = len(found["findings"])
     verdict += f", {findings} findings" if findings else ""
