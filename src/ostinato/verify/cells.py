@@ -8,7 +8,7 @@ so two runs with one seed take the same cells in the same order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ostinato.errors import ConfigError
@@ -43,18 +43,19 @@ class CellId:
 
 def corners(bucket: int) -> tuple[int, ...]:
     """Real rows that every bucket is tried with first."""
-    return tuple(sorted({1, bucket // 2 + 1, max(bucket - 1, 1), bucket} & set(range(1, bucket + 1))))
+    return tuple(sorted({1, min(bucket // 2 + 1, bucket), max(bucket - 1, 1), bucket}))
 
 
 def ordered(
-    mode: str, buckets: Iterable[int], most: int, seed: int, takes: Callable[[CellId], bool]
+    mode: str, buckets: Sequence[int], most: int, seed: int, takes: Callable[[CellId], bool]
 ) -> list[CellId]:
     """All cells of a mode that a check takes, in the order to run them in. most: real rows that a step can have."""
     cells = [CellId(mode, bucket, n) for bucket in buckets for n in range(1, min(bucket, most) + 1)]
     cells = [cell for cell in cells if takes(cell)]
     random.Random(f"{seed} {mode}").shuffle(cells)
-    first = [cell for cell in cells if cell.n in corners(cell.bucket)]
-    rest = [cell for cell in cells if cell.n not in corners(cell.bucket)]
+    at = {bucket: corners(bucket) for bucket in buckets}
+    first = [cell for cell in cells if cell.n in at[cell.bucket]]
+    rest = [cell for cell in cells if cell.n not in at[cell.bucket]]
     return _in_turns(first) + _in_turns(rest)
 
 
