@@ -25,9 +25,10 @@ CLEARLY = 0.9
 
 SERVING_COSTS: Mapping[str, Costs] = MappingProxyType(
     {
-        # Seconds. Kernels on CPU skip pads, whose price is little more than clearing their rows; a capture is a step
-        # that also writes its launches down. `ostinato bench buckets` measures all three.
-        "tape": Costs(pad_row=2e-7, eager=5e-4, graph=2e-3),
+        # Seconds. Kernels on CPU skip pads, whose rows are little more than cleared, and a capture is a step that also
+        # writes its launches down. `ostinato bench buckets` measures all three: a padded row cost 1 to 6 us with the
+        # demo model and 40 to 100 us with a 1.7B MoE, a graph 1000 to 12000 times as much.
+        "tape": Costs(pad_row=5e-6, eager=1e-3, graph=1e-2),
         # A GPU computes padded rows; a capture takes two warm-ups and the capture itself, some steps' time.
         "cuda": Costs(pad_row=5e-5, eager=5e-3, graph=0.2),
     }
