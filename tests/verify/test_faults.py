@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from ostinato.cli import app
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
-from ostinato.errors import ConfigError
+from ostinato.errors import CaptureError, ConfigError
+from ostinato.graphs.frozen import FrozenInputs
 from ostinato.parallel.shm import shm_supported
 from ostinato.parallel.topology import Topology
 from ostinato.verify.faults import FAULTS, Injection, fault_named
@@ -141,3 +142,16 @@ def test_the_command_fails_and_names_the_place(tiny: Callable[[str], str]) -> No
 def test_faults_that_cannot_be(text: str, says: str, engine: Engine) -> None:
     with pytest.raises(ConfigError, match=says):
         Run(engine, Plan(inject=Injection.parse(text)))
+
+
+def test_a_graph_that_refuses_to_replay_is_a_finding(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the product refuses to do is told as a finding of its cell; the run goes on."""
+
+    def refuses(self: Any, view: object, verdict: object) -> None:
+        raise CaptureError("field 'x' was 1 when the graph was captured and is 2 now")
+
+    monkeypatch.setattr(FrozenInputs, "check", refuses)
+    (finding,) = found(engine, "graphs", DECODE, None)
+    assert "the step raised CaptureError: field 'x' was 1" in finding.what
+    monkeypatch.undo()
+    assert found(engine, "graphs", DECODE, None) == []

@@ -32,8 +32,10 @@ NOBODY = -1
 
 def pads(stage: Stage, cell: CellId) -> Outcome:
     """Every poison replayed, NaN also eagerly, and one replay in the traces of a larger step."""
-    counts = stage.counts(cell)
-    trial = _Trial.of(stage, cell, counts, Outcome())
+    out, counts = Outcome(), stage.counts(cell)
+    what = f"expert load was {stage.counted_at_start} before the first request"
+    out.that(stage.counted_at_start == 0, "start", Found(what, slot="expert_load"))
+    trial = _Trial.of(stage, cell, counts, out)
     way: Way = "replay" if stage.captures(cell.mode) else "eager"
     for poison in POISONS:
         spoil = stage.poisoned(poison)

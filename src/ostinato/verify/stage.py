@@ -56,6 +56,7 @@ class Stage:
         self.together = worker.coordinator.depends and topology.dp > 1
         self.groups = topology.dp if self.together else 1
         self.group = topology.attn_dp_rank if self.together else 0
+        self.counted_at_start = 0 if worker.load is None else int(worker.load.snapshot().sum())
         # Every width is tried, also those that serving would refuse as too much padding.
         self.rules = replace(worker.rules, max_pad_factor=10**6)
         options, config = worker.options, worker.model.config
