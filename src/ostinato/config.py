@@ -32,7 +32,7 @@ KERNELS = ("auto", "numba", "triton", "reference")
 PRODUCTS = ("exact", "library")
 ISAS = ("auto", "avx512_bf16", "portable")
 QUANTIZATIONS = ("int8",)
-DISPATCHES = ("gathered", "sharded", "all_to_all")
+DISPATCHES = ("gathered", "sharded", "all_to_all", "all_to_all_fixed")
 TRANSPORTS = ("auto", "shm", "gloo")
 DEMO_NAME = "demo"
 """What the bundled model may be called, where no directory of that name is meant."""
@@ -113,6 +113,9 @@ class EngineConfig:
     ep_size: int | None = _option(
         None, "Groups of them that share out whole experts; all when left out", minimum=1, flag="ep"
     )
+    cp_size: int = _option(
+        1, "Ranks that share out a prompt's tokens: not there yet, so 1", minimum=1, flag="cp"
+    )
     prefill_delay: int = _option(
         0, "With dp: steps that a prompt waits at most for prompts on other groups; 0 for never", minimum=0
     )
@@ -122,6 +125,11 @@ class EngineConfig:
         0, "Steps after which experts are placed anew by their load; 0 for never", minimum=0
     )
     dispatch: str = _option("gathered", "How rows travel to experts of other ranks", choices=DISPATCHES)
+    dispatch_capacity: int | None = _option(
+        None,
+        "With all_to_all_fixed: slots (rows by experts) from rank to rank in a step; all there can be when left out",
+        minimum=1,
+    )
     transport: str = _option(
         "auto", "Between ranks: shared memory, or gloo over the network", choices=TRANSPORTS
     )
@@ -280,6 +288,20 @@ _COMBINATIONS: tuple[_Refused, ...] = (
         lambda c: (
             f"expert_placement {c.expert_placement!r} says how many slots there are, as redundant_experts "
             f"{c.redundant_experts} does; give one"
+        ),
+    ),
+    (
+        lambda c: c.cp_size != 1,
+        lambda c: (
+            f"cp_size {c.cp_size}: context parallelism is not there yet, attn_tp = tp / (dp x cp) has cp 1; "
+            "leave it out, and split the work of long prompts by heads with tp_size"
+        ),
+    ),
+    (
+        lambda c: c.dispatch_capacity is not None and c.dispatch != "all_to_all_fixed",
+        lambda c: (
+            f"dispatch_capacity {c.dispatch_capacity} is for dispatch 'all_to_all_fixed', dispatch is {c.dispatch!r}; "
+            "drop one or change the other"
         ),
     ),
     (

@@ -36,7 +36,8 @@ class Poisoner:
         worker, self.steps = engine.worker, 0
         coordinator = worker.coordinator
         layers = [layer.ffn for layer in worker.model.layers if isinstance(layer.ffn, MoELayer)]
-        buffers: Any = layers[0].dispatcher
+        dispatcher: Any = layers[0].dispatcher
+        buffers = dispatcher.home.buffers
         poisoner = self
 
         class Poisoning(type(coordinator)):  # type: ignore[misc]
@@ -48,9 +49,9 @@ class Poisoner:
                     poison_registry(worker.prefill.registry, poison)
                     poison_workspace(worker.model.workspace, poison)
                     worker._held = ()  # the buffers are no inputs to go on from any more
-                    for tensor in (buffers.buffers.results, buffers.buffers.home, buffers.buffers.pairs.x):
+                    for tensor in (buffers.results, buffers.home, buffers.pairs.x):
                         poison.into(tensor)
-                    for parcel in (buffers.buffers.send, buffers.buffers.gathered, buffers.buffers.pairs):
+                    for parcel in (buffers.send, buffers.gathered, buffers.pairs):
                         parcel.x.fill_(poison.number)
                         parcel.ids.fill_(min(poison.index, 2**31 - 1))
                         parcel.weights.fill_(poison.number)
@@ -67,7 +68,8 @@ def _values(outputs: list[RequestOutput]) -> Any:
 
 NAN = POISONS[0]
 CASES = [(poison, "gathered", "tape") for poison in POISONS[:3]]
-CASES += [(NAN, "sharded", "tape"), (NAN, "all_to_all", "tape"), (NAN, "gathered", "eager")]
+CASES += [(NAN, way, "tape") for way in ("sharded", "all_to_all", "all_to_all_fixed")]
+CASES.append((NAN, "gathered", "eager"))
 
 
 @pytest.mark.parametrize(("poison", "dispatch", "graph"), CASES, ids=lambda x: getattr(x, "name", x))

@@ -20,6 +20,7 @@ from ostinato.graphs.workspace import Workspace
 from ostinato.moe.all_to_all import AllToAllDispatcher
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.gathered import GatheredDispatcher
+from ostinato.moe.home import Home
 from ostinato.moe.layer import MoELayer, reserve_moe_buffers
 from ostinato.moe.load import ExpertRows
 from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths, check_distinct, plan_home, rounded_pairs
@@ -147,13 +148,13 @@ Make = Callable[[ExpertShare, Group, Group, OpSet, PairBuffers, StepWidths, bool
 
 def _gathered(sharded: bool) -> Make:
     return lambda share, world, attn, ops, b, w, on: GatheredDispatcher(
-        world, attn, share, ops, b, w, on, sharded
+        Home(world, attn, share, ops, b, w, on, sharded)
     )
 
 
 def _all_to_all(capacity: int | None) -> Make:
     return lambda share, world, attn, ops, b, w, on: AllToAllDispatcher(
-        world, attn, share, ops, b, w, on, capacity
+        Home(world, attn, share, ops, b, w, on, True), capacity
     )
 
 
@@ -353,6 +354,7 @@ def test_overflow_is_counted_and_raised_everywhere() -> None:
     with ThreadPoolExecutor(2) as pool:
         for text, count in pool.map(run, range(2)):
             assert "2 slots do not fit" in text
+            assert "raise dispatch_capacity to 3 or more" in text
             assert count == 2
 
 

@@ -112,7 +112,7 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     model_config = read_config(directory, dtype=_dtype(config))
     world = world or single_world()
     layers = _place_experts(config, model_config, world.topology.ep)
-    plan = ParallelPlan(world, dispatch=config.dispatch, layers=layers)
+    plan = ParallelPlan(world, dispatch=config.dispatch, capacity=config.dispatch_capacity, layers=layers)
     layout = KVLayout(
         model_config.num_layers,
         _width(plan, "kv_heads", model_config.num_kv_heads),

@@ -47,6 +47,7 @@ from ostinato.graphs import (
 )
 from ostinato.kv.pool import KVPool
 from ostinato.models.decoder import CausalLM
+from ostinato.models.sharding import dispatch_stats
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.pairs import StepWidths
 from ostinato.moe.rebalance import Rebalancer
@@ -380,6 +381,7 @@ class Worker:
             "checks": self.checks.as_dict(),
             "buckets": None if replanner is None else replanner.as_dict(self.rules),
             "expert_load": self._expert_load(),
+            "dispatch": dispatch_stats(self.model),
             "placement": None if self.rebalancer is None else self.rebalancer.stats(),
         }
 

@@ -17,9 +17,10 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.workspace import Workspace
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import CausalLM
-from ostinato.moe.all_to_all import AllToAllDispatcher
+from ostinato.moe.all_to_all import AllToAllDispatcher, most_between
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.gathered import GatheredDispatcher
+from ostinato.moe.home import Home
 from ostinato.moe.layer import MoELayer
 from ostinato.moe.load import ExpertRows
 from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths
@@ -96,13 +97,15 @@ class LayerExperts:
 class ParallelPlan:
     """How a model is spread over ranks. `widths` is set before each step, by whoever decides about it.
 
-    dispatch: "gathered", "sharded" or "all_to_all". layers: experts by layer where they are not the plain ones.
+    dispatch: "gathered", "sharded", "all_to_all", or "all_to_all_fixed" with `capacity` slots between two ranks (None:
+    as many as there can be). layers: experts by layer where they are not the plain ones.
     computed: where dispatchers count rows.
     """
 
     world: World = field(default_factory=single_world)
     widths: StepWidths = field(default_factory=StepWidths)
     dispatch: str = "gathered"
+    capacity: int | None = None
     layers: Mapping[int, LayerExperts] = field(default_factory=lambda: MappingProxyType({}))
     computed: ExpertRows | None = None
 
@@ -143,7 +146,10 @@ class ParallelPlan:
         moe, topology = config.moe, self.topology
         if moe is None or topology.tp == 1:
             return LocalDispatcher()
-        travels = self.dispatch == "all_to_all"
+        first, last = Sharding(topology).span("experts", self.num_physical(moe.num_experts))
+        travels, capacity = self.dispatch.startswith("all_to_all"), None
+        if self.dispatch == "all_to_all_fixed":
+            capacity = self.capacity or most_between(-(-rows // topology.attn_tp), moe.top_k, last - first)
         buffers = PairBuffers.reserve(
             topology,
             max_rows=rows,
@@ -151,15 +157,19 @@ class ParallelPlan:
             top_k=moe.top_k,
             dtype=config.dtype,
             all_to_all=travels,
+            capacity=capacity,
             computed=self.computed,
         )
-        first, last = Sharding(topology).span("experts", self.num_physical(moe.num_experts))
-        share = ExpertShare(topology, last - first)
-        groups = (self.world.world, self.world.attn)
-        if travels:
-            return AllToAllDispatcher(*groups, share, ops, buffers, self.widths, moe.weights_on_input)
-        sharded = self.dispatch == "sharded"
-        return GatheredDispatcher(*groups, share, ops, buffers, self.widths, moe.weights_on_input, sharded)
+        share, groups = ExpertShare(topology, last - first), (self.world.world, self.world.attn)
+        sharded = self.dispatch != "gathered"
+        home = Home(*groups, share, ops, buffers, self.widths, moe.weights_on_input, sharded)
+        return AllToAllDispatcher(home, capacity) if travels else GatheredDispatcher(home)
+
+
+def dispatch_stats(model: CausalLM) -> dict[str, int]:
+    """What the one dispatcher that all sparse layers share has counted; empty without one."""
+    sparse = (layer.ffn for layer in model.layers if isinstance(layer.ffn, MoELayer))
+    return next((ffn.dispatcher.stats() for ffn in sparse), {})
 
 
 def placed_layers(model: CausalLM, plan: ParallelPlan) -> list[PlacedLayer]:

@@ -49,6 +49,10 @@ class Dispatcher(Protocol):
         zero."""
         ...
 
+    def stats(self) -> dict[str, int]:
+        """What was counted: most_slots of one rank for another in a step, overflows, capacity; where there are."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LocalDispatcher:
@@ -69,3 +73,6 @@ class LocalDispatcher:
 
     def combine(self, stream: Stream, dispatched: Dispatched, out: torch.Tensor) -> None:
         assert dispatched.out is out, "the experts wrote elsewhere"
+
+    def stats(self) -> dict[str, int]:
+        return {}

@@ -3,8 +3,9 @@
     own rows ──all_gather_rows──▶ rows of all ranks ──own experts' pairs──▶ experts ──all_to_all──▶ own slots, in order
 
 Rows were routed and masked where they live, so pads arrive with id -1 and cost nothing. With `sharded`, ranks that
-share rows each bring and fetch their own slice of them. Knows nothing of routers. Invariant: a slot's result is added
-at home exactly once, in slot order, so nothing is ever reduced twice or scaled to make up for it.
+share rows each bring and fetch their own slice of them. Knows nothing of routers, nor of how results are added.
+Invariant: a pair is computed where its expert is and goes to all that share its row, so nothing is ever reduced twice
+or scaled to make up for it.
 """
 
 from __future__ import annotations
@@ -17,44 +18,27 @@ import torch
 
 from ostinato.graphs.stream import Kernel, Stream
 from ostinato.moe.dispatch import Dispatched
-from ostinato.moe.pairs import (
-    ExpertShare,
-    PairBuffers,
-    PairsKernel,
-    StepWidths,
-    add_slices,
-    plan_home,
-    rounded_pairs,
-)
-from ostinato.ops.opset import OpSet
-from ostinato.padding import attn_tp_shard_bounds
-from ostinato.parallel.collectives import Group
+from ostinato.moe.home import Home
+from ostinato.moe.pairs import plan_home, rounded_pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredDispatcher:
-    """`Dispatcher` over all ranks of `world`; `attn` are those that share this rank's rows.
+    """`Dispatcher` by gathering; `home.sharded` says who brings the rows that ranks share."""
 
-    weights_on_input: routing weights scale the experts' inputs, so results are added as they are.
-    """
-
-    world: Group
-    attn: Group
-    share: ExpertShare
-    ops: OpSet
-    buffers: PairBuffers
-    widths: StepWidths
-    weights_on_input: bool = False
-    sharded: bool = False
+    home: Home
     _ep_ranks: tuple[int, ...] = field(init=False)
     _leaders: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ep_ranks", self.share.topology.ep_rank_of_each())
-        object.__setattr__(self, "_leaders", self.share.topology.leader_of_each())
+        object.__setattr__(self, "_ep_ranks", self.home.topology.ep_rank_of_each())
+        object.__setattr__(self, "_leaders", self.home.topology.leader_of_each())
 
     def kernel(self, experts: Kernel) -> Kernel:
-        return PairsKernel(self.buffers, experts)
+        return self.home.kernel(experts)
+
+    def stats(self) -> dict[str, int]:
+        return {}
 
     def dispatch(
         self,
@@ -64,51 +48,43 @@ class GatheredDispatcher:
         topk_ids: torch.Tensor,
         out: torch.Tensor,
     ) -> Dispatched:
-        rows, topology = self.widths.rows, self.share.topology
+        rows, topology = self.home.widths.rows, self.home.topology
         assert rows[topology.attn_dp_rank] == len(x), f"{rows} planned, {len(x)} rows are here"
         stream.outside(self._gather, x, topk_weights, topk_ids, self._sizes(rows))
-        pairs = self.buffers.pairs
+        b, pairs = self.home.buffers, self.home.buffers.pairs
         n = rounded_pairs(sum(rows) * topk_ids.shape[1])
-        return Dispatched(pairs.x[:n], pairs.weights[:n], pairs.ids[:n], self.buffers.results[:n])
+        return Dispatched(pairs.x[:n], pairs.weights[:n], pairs.ids[:n], b.results[:n])
 
     def combine(self, stream: Stream, dispatched: Dispatched, out: torch.Tensor) -> None:
         stream.outside(self._bring_home, out)
 
-    def _own_rows(self, rows: int) -> tuple[int, int]:
-        """(first, count) of this rank's rows among those that it shares."""
-        topology = self.share.topology
-        first, chunk = attn_tp_shard_bounds(
-            rows, attn_tp_rank=topology.attn_tp_rank, attn_tp_size=topology.attn_tp, sharded=self.sharded
-        )
-        return first, chunk
-
     def _sizes(self, rows: tuple[int, ...]) -> tuple[int, ...]:
         """Rows that each rank brings to the gather: its slice, or all of them from the leader alone."""
-        topology, sizes = self.share.topology, []
+        topology, sizes = self.home.topology, []
         for rank in range(topology.tp):
             there = topology.at(rank)
             shared = rows[there.attn_dp_rank]
-            sizes.append(shared // there.attn_tp if self.sharded else shared * there.is_leader)
+            sizes.append(shared // there.attn_tp if self.home.sharded else shared * there.is_leader)
         return tuple(sizes)
 
     def _gather(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, sizes: tuple[int, ...]
     ) -> None:
-        b, first = self.buffers, self.share.first
-        start, count = self._own_rows(len(x))
+        b, share = self.home.buffers, self.home.share
+        start, count = self.home.own_rows(len(x))
         stop = start + count
         b.send.x[:count] = x[start:stop]
         b.send.weights[:count] = weights[start:stop]
         b.send.ids[:count] = ids[start:stop]
         total = sum(sizes)
-        self.world.all_gather_rows(b.send.data, sizes, b.gathered.data[:total])
+        self.home.world.all_gather_rows(b.send.data, sizes, b.gathered.data[:total])
 
-        local = b.gathered.ids_host[:total] - first
-        found = np.flatnonzero((local >= 0) & (local < self.share.per_rank))
+        local = b.gathered.ids_host[:total] - share.first
+        found = np.flatnonzero((local >= 0) & (local < share.per_rank))
         n, slots = len(found), local.shape[1]
         at = found // slots
         b.pairs.ids_host[:n, 0] = local.reshape(-1)[found]
-        if self.weights_on_input:
+        if self.home.weights_on_input:
             b.pairs.weights_host[:n, 0] = b.gathered.weights_host[at, found % slots]
         else:
             b.pairs.weights_host[:n, 0] = 1.0
@@ -118,34 +94,26 @@ class GatheredDispatcher:
 
     def _plan(self, own: Any, at: Any, sizes: tuple[int, ...]) -> None:
         """How many results go to whom, and how many come from whom."""
-        b, topology = self.buffers, self.share.topology
+        b, topology = self.home.buffers, self.home.topology
         ends = np.searchsorted(at, np.cumsum(sizes)).tolist()
         brought = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-        if self.sharded:
+        if self.home.sharded:
             b.counts_out = brought
         else:  # what the leader brought goes to all that share its rows
             b.counts_out = [brought[leader] for leader in self._leaders]
-        home = plan_home(self.share.owners(own), topology)
+        home = plan_home(self.home.share.owners(own), topology)
         b.computed.count(len(at), len(home.order))
         cast("Any", b.places.numpy())[: len(own)] = home.places
         b.owner_counts = home.counts
         b.counts_home = [home.counts[ep_rank] for ep_rank in self._ep_ranks]
 
     def _bring_home(self, out: torch.Tensor) -> None:
-        b = self.buffers
-        start, count = self._own_rows(len(out))
-        self.world.all_to_all(self._outgoing(), b.counts_out, b.home, b.counts_home)
-        add_slices(b.home, b.owner_counts, self.share.topology.moe_tp)
-        weights = b.ones[:count] if self.weights_on_input else b.send.weights[:count]
-        own = out[start : start + count]
-        self.ops.combine_slots(b.home, b.places[:count], weights, own)
-        if self.sharded and self.attn.size > 1:
-            self.attn.all_gather_rows(own, [count] * self.attn.size, out)
+        self.home.bring(self._outgoing(), out)
 
     def _outgoing(self) -> torch.Tensor:
         """Results in the order of the ranks that get them; ranks that share rows get the same ones."""
-        b, topology = self.buffers, self.share.topology
-        if self.sharded or topology.attn_tp == 1:
+        b, topology = self.home.buffers, self.home.topology
+        if self.home.sharded or topology.attn_tp == 1:
             return b.results
         begin, to = 0, 0
         for dp_rank in range(topology.dp):

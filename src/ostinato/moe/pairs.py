@@ -148,6 +148,7 @@ class PairBuffers:
     ones: torch.Tensor
     num_pairs: int = 0
     overflows: int = 0
+    most_slots: int = 0  # that one rank ever had for another
     counts_out: list[int] = field(default_factory=list)
     counts_home: list[int] = field(default_factory=list)
     owner_counts: tuple[int, ...] = ()
