@@ -84,7 +84,7 @@ def rerun(trace: Trace, model: str | None, report: Report) -> Rerun:
     recorded = {name: trace.group(name) for name in ("seen", "expected")}
     order = trace.header["outputs"]
     differences = {
-        (a, b): first_difference([one[name] for name in order], [other[name] for name in order])
+        (a, b): first_difference([one[name].cpu() for name in order], [other[name] for name in order])
         for a, one in now.items()
         for b, other in recorded.items()
     }

@@ -118,11 +118,7 @@ class StepChecks:
         """
         rows = shape.raw_num_tokens
         seen, read = real_outputs(outputs, tokens, rows), snapshot(runner.registry, shape)
-        if self._load is not None:
-            self._load.set_live(False)
-        outputs = runner.again(shape, batch)
-        if self._load is not None:
-            self._load.set_live(True)
+        outputs = self._uncounted(runner, shape, batch)
         expected, filled = real_outputs(outputs, tokens, rows), snapshot(runner.registry, shape)
         found = first_difference(list(seen.values()), list(expected.values()))
         step = CheckedStep(self.steps, shape, batch, seen, expected, read, filled, found)
@@ -135,6 +131,15 @@ class StepChecks:
             if found is not None:
                 _tell(step, wrong, recorded)
         return outputs
+
+    def _uncounted(self, runner: Runner, shape: StepShape, batch: ForwardBatch) -> torch.Tensor:
+        if self._load is None:
+            return runner.again(shape, batch)
+        self._load.set_live(False)
+        try:
+            return runner.again(shape, batch)
+        finally:
+            self._load.set_live(True)
 
     def _record(self, step: CheckedStep) -> str:
         if self.options.record is None:

@@ -178,7 +178,7 @@ def _step_tensors(step: CheckedStep) -> Named:
         rows = getattr(step.batch, name)
         if rows is not None:
             tensors[f"batch.{name}"] = rows.clone()
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _pages(batch: ForwardBatch, pool: KVPool) -> list[int]:
@@ -198,7 +198,7 @@ def _kv_tensors(batch: ForwardBatch, pool: KVPool, pages: list[int]) -> Named:
     number[pages] = torch.arange(1, len(pages) + 1)
     slots = batch.out_cache_loc
     tensors = {
-        "page_table": number[pool.page_table[rows, :width].long()].to(torch.int32),
+        "page_table": number[pool.page_table[rows, :width].long().cpu()].to(torch.int32),
         "batch.out_cache_loc": number[slots // size] * size + slots % size,
         "batch.req_pool_indices": torch.arange(1, len(rows) + 1),
     }
