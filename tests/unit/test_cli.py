@@ -206,6 +206,7 @@ def test_generate_through_the_chat_template(llms: list[FakeLLM]) -> None:
         (["bench", "everything"], "there is no benchmark 'everything'"),
         (["bench", "--batch", "0"], "--batch"),
         (["bench", "replay", "--graph", "eager"], "nothing to replay"),
+        (["bench", "padding", "--prefill-buckets", "8,64"], "wider than a prompt of 64 tokens"),
         (["bench", "kernels", "--kernels", "reference"], "no CPU kernels to measure"),
         (["fetch", "gpt5"], "smollm2"),
         (["frobnicate"], "No such command 'frobnicate'"),
@@ -295,6 +296,24 @@ def test_bench_ends_with_json(llms: list[FakeLLM]) -> None:
     assert all(len(prompt) == 5 for prompt in llms[0].engine.prompts)
     assert all(1 < token_id < 50 for prompt in llms[0].engine.prompts for token_id in prompt)
     assert len(llms[-1].asked[-1]) == 7
+
+
+def test_bench_padding_compares_a_wider_bucket_with_a_bucket_of_its_own(llms: list[FakeLLM]) -> None:
+    result = run("bench", "padding", "--input-len", "5", "--rounds", "2")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert set(value) == {"version", "workload", "padding", "machine"}
+    found = value["padding"]
+    assert (found["tokens"], found["bucket"], len(found["ratio"]["rounds"])) == (5, 8, 2)
+    assert "padding ratio" in result.stdout
+    plain, padded = (found[name]["rounds"] for name in ("exact_s", "padded_s"))
+    assert found["ratio"]["rounds"] == [b / 6 / (a / 5) for a, b in zip(plain, padded, strict=True)]
+    assert [len(prompt) for prompt in llms[0].engine.prompts] == [5, 6] * 4, "two rounds warm up"
+    assert llms[0].config.prefill_buckets == (5, 8)
+    assert not llms[0].config.enable_prefix_caching
+
+    run("bench", "padding", "--input-len", "5", "--rounds", "1", "--prefill-buckets", "4,16,32")
+    assert llms[1].config.prefill_buckets == (5, 16)
 
 
 def test_bench_kernels_shows_shares_and_needs_no_model(

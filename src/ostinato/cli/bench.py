@@ -1,4 +1,4 @@
-"""`ostinato bench`: one batch, eager against replayed steps, offline throughput, on random prompts; or the CPU kernels.
+"""`ostinato bench`: one batch, eager against replayed steps, throughput, pads, on random prompts; or the CPU kernels.
 
 Must not import torch or the engine before the arguments were found good. Invariant: the last line of stdout
 is one JSON object with everything that was measured, the engine's options and the load of the machine.
@@ -21,7 +21,7 @@ from ostinato.cli.generate import MODEL_HELP
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 
-WHAT = ("all", "latency", "replay", "throughput", "kernels")
+WHAT = ("all", "latency", "replay", "throughput", "padding", "kernels")
 
 
 @engine_flags
@@ -30,8 +30,8 @@ def bench(
     what: Annotated[
         str,
         typer.Argument(
-            help="What to measure; kernels need no model, and are not among all.",
-            metavar="[all|latency|replay|throughput|kernels]",
+            help="What to measure; padding and kernels (which need no model) are not among all.",
+            metavar="[all|latency|replay|throughput|padding|kernels]",
         ),
     ] = "all",
     model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
@@ -61,6 +61,8 @@ def bench(
         for part in ("latency", "replay", "throughput"):
             if what in ("all", part):
                 result[part] = getattr(measure, part)(config, load)
+        if what == "padding":
+            result["padding"] = measure.padding(config, load)
     result["machine"] = {
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
@@ -82,7 +84,7 @@ def show(result: dict[str, Any]) -> None:
 
 def _step_table(result: dict[str, Any]) -> Table:
     table = Table("measure", "median", "least", "most", title="ostinato bench")
-    for part in ("latency", "replay", "throughput"):
+    for part in ("latency", "replay", "throughput", "padding"):
         for name, value in result.get(part, {}).items():
             if isinstance(value, float):
                 table.add_row(f"{part} {name}", f"{value:.4g}")

@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from ostinato.cli.screen import open_engine
@@ -94,6 +94,40 @@ def replay(config: EngineConfig, load: Workload) -> dict[str, Any]:
             "ratio": summary([replay_s / eager_s for eager_s, replay_s in medians]),
             **_outside([batch for _, batch in rounds]),
             "stats": captured.stats(),
+        }
+
+
+def padding(config: EngineConfig, load: Workload) -> dict[str, Any]:
+    """What pads of a prefill cost: one prompt of `input_len` + 1 tokens in a wider bucket, beside one of `input_len`
+    tokens in a bucket of their own; a round's ratio is that of seconds a token.
+
+    The wider bucket is the next of `prefill_buckets`, by default the next power of two. Raises ConfigError when there
+    is none.
+    """
+    exact = load.input_len
+    wider = [size for size in config.prefill_buckets or (1 << exact.bit_length(),) if size > exact]
+    if not wider:
+        raise ConfigError(
+            f"no prefill bucket of {config.prefill_buckets} is wider than a prompt of {exact} tokens; name one"
+        )
+    config = load.fit(config, 1).replace(prefill_buckets=(exact, min(wider)))
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    with open_engine(config) as llm:
+        prompts = [replace(load, input_len=n).prompts(llm, 1)[0] for n in (exact, exact + 1)]
+
+        def both() -> list[float]:
+            return [_timed_prefill(llm, [llm.engine.submit(prompt, params)]) for prompt in prompts]
+
+        for _ in range(2):
+            both()  # captures
+        rounds = _rounds("padding", load.rounds, both)
+        return {
+            "tokens": exact,
+            "bucket": min(wider),
+            "exact_s": summary([seconds for seconds, _ in rounds]),
+            "padded_s": summary([seconds for _, seconds in rounds]),
+            "ratio": summary([padded / (exact + 1) / (plain / exact) for plain, padded in rounds]),
+            "stats": llm.stats(),
         }
 
 
