@@ -47,8 +47,10 @@ def test_from_a_file(tmp_path: Path) -> None:
 
 def test_from_a_server() -> None:
     data = {
-        "about": {"max_running_requests": 8},
-        "graphs": {"sizes": {kind: one["sizes"] for kind, one in SIZES.items()}},
+        "graphs": {
+            "sizes": {kind: one["sizes"] for kind, one in SIZES.items()},
+            "lists": {"decode": [2, 8], "prefill": [64]},
+        },
     }
 
     class Answer(BaseHTTPRequestHandler):
@@ -65,7 +67,7 @@ def test_from_a_server() -> None:
         thread.start()
         made = bench("--from", f"http://127.0.0.1:{server.server_port}/", "--rows")
         thread.join(10)
-    assert made["decode"]["planned"]["sizes"] == [1, 7, 8]
+    assert (made["decode"]["present"]["sizes"], made["decode"]["planned"]["sizes"]) == ([2, 8], [1, 7, 8])
 
 
 @pytest.mark.parametrize("args", [("--tp", "2"), ("--graph-memory", "much")])

@@ -69,6 +69,7 @@ def stats(generated: int = 0, load: Any = None, **scheduler: int) -> dict[str, A
                 "sizes": {},
             },
         },
+        "buckets": {"decode": [8, 16], "prefill": [16], "plans": 0},
         "expert_load": load,
     }
 
@@ -153,7 +154,10 @@ def test_buckets_that_served_nothing_are_left_out(recorder: Recorder) -> None:
         True,
     )
     assert recorder.data().graphs == Graphs(
-        {"not captured": 3, "quarantined": 4}, 1, {"decode": {"7": 1}, "prefill": {}}
+        {"not captured": 3, "quarantined": 4},
+        1,
+        {"decode": {"7": 1}, "prefill": {}},
+        {"decode": [8, 16], "prefill": [16]},
     )
 
 

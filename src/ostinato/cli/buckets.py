@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 KINDS = ("decode", "prefill")
 Sizes = dict[str, dict[int, int]]
+Lists = Mapping[str, list[int]]
 
 
 @engine_flags
@@ -73,7 +74,7 @@ def bench_buckets(
     from ostinato.graphs.planner import Budget, Costs
 
     budget = Budget(max_graphs, memory, capture_seconds)
-    sizes, most = ({}, None) if source is None else read_sizes(source)
+    sizes, lists = ({}, {}) if source is None else read_sizes(source)
     costs: Mapping[str, Costs] = dict.fromkeys(KINDS, Costs(pad_row=1.0, eager=64.0))
     if source is None or not rows:
         from ostinato.cli.screen import open_engine
@@ -87,7 +88,7 @@ def bench_buckets(
                 costs = measured_costs(llm.engine.worker)
             rules = llm.engine.worker.rules
     if source is not None:
-        rules = rules_for(config, most or config.max_running_requests, sizes)
+        rules = rules_for(config, sizes, lists)
     result = {kind: compare(kind, sizes[kind], rules, costs[kind], budget) for kind in KINDS}
     _show(result, costs, in_rows=rows)
     print(
@@ -114,25 +115,27 @@ def compare(
     return now, then._replace(sizes=planned.sizes)
 
 
-def rules_for(config: EngineConfig, max_bs: int, sizes: Sizes) -> ShapeRules:
-    """The lists that an engine of these options has, as far as they do not depend on its model."""
+def rules_for(config: EngineConfig, sizes: Sizes, lists: Lists) -> ShapeRules:
+    """The lists that were in use; where they are not known, those of an engine of these options."""
     from ostinato.graphs import decode_buckets, prefill_buckets
     from ostinato.padding import ShapeRules
 
+    bs = max([config.max_running_requests, *sizes["decode"]])
     rows = max([config.chunked_prefill_size or config.max_prefill_tokens, *sizes["prefill"]])
-    decode = decode_buckets(max([max_bs, *sizes["decode"]]), sizes=config.decode_buckets)
-    return ShapeRules(decode, prefill_buckets(rows, sizes=config.prefill_buckets), max_extend_bs=max_bs)
+    decode = decode_buckets(bs, sizes=lists.get("decode") or config.decode_buckets)
+    return ShapeRules(decode, prefill_buckets(rows, sizes=lists.get("prefill") or config.prefill_buckets))
 
 
-def read_sizes(source: str) -> tuple[Sizes, int | None]:
-    """Steps by size of both kinds, and the most running requests where that is told. Raises ConfigError."""
+def read_sizes(source: str) -> tuple[Sizes, Lists]:
+    """Steps by size of both kinds, and the buckets that were in use, where they are told. Raises ConfigError."""
     if source.startswith(("http://", "https://")):
         keys = ServerConfig.of().api_keys
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         request = urllib.request.Request(f"{source.rstrip('/')}/dashboard/data?after=0", headers=headers)
         with urllib.request.urlopen(request, timeout=10) as answer:
             data = json.load(answer)
-        found, most = (data.get("graphs") or {}).get("sizes"), data["about"]["max_running_requests"]
+        graphs = data.get("graphs") or {}
+        found, lists = graphs.get("sizes"), graphs.get("lists")
     else:
         lines = Path(source).read_text(encoding="utf-8").strip().splitlines()
         try:
@@ -141,23 +144,27 @@ def read_sizes(source: str) -> tuple[Sizes, int | None]:
             raise ConfigError(
                 f"{source} holds no JSON ({error}); give what `--json` or `bench` printed"
             ) from error
-        found, most = _graphs(data), None
+        found, lists = _graphs(data)
     if not found:
         raise ConfigError(
             f"{source} has no step sizes; give stats of an engine that has run, with graph.decode.sizes"
         )
-    return {kind: {int(size): steps for size, steps in found[kind].items()} for kind in KINDS}, most
+    return {kind: {int(size): steps for size, steps in found[kind].items()} for kind in KINDS}, lists or {}
 
 
-def _graphs(value: Any) -> dict[str, dict[str, int]] | None:
-    """The first statistics of graphs anywhere in a JSON value."""
+def _graphs(value: Any) -> tuple[dict[str, dict[str, int]] | None, Lists | None]:
+    """Sizes and lists of the first `Engine.stats()` anywhere in a JSON value."""
     if isinstance(value, dict):
-        if all("sizes" in (value.get(kind) or ()) for kind in KINDS):
-            return {kind: value[kind]["sizes"] for kind in KINDS}
+        graph = value.get("graph")
+        if isinstance(graph, dict) and all("sizes" in (graph.get(kind) or ()) for kind in KINDS):
+            return {kind: graph[kind]["sizes"] for kind in KINDS}, value.get("buckets")
         value = list(value.values())
     if isinstance(value, list):
-        return next((found for item in value if (found := _graphs(item))), None)
-    return None
+        for item in value:
+            found = _graphs(item)
+            if found[0] is not None:
+                return found
+    return None, None
 
 
 def run_workload(llm: LLM, count: int, input_len: int, output_len: int, seed: int) -> Sizes:

@@ -94,10 +94,12 @@ class Replanner:
         self._met[extends] &= set(found.sizes)
         return Buckets(found.sizes)
 
-    def as_dict(self, rules: ShapeRules) -> dict[str, Any]:
-        """Plain values for `stats()`."""
-        lists = {"decode": list(rules.decode.sizes), "prefill": list(rules.extend.sizes)}
-        return lists | {"plans": self.plans, "changes": self.changes}
+
+def buckets_as_dict(rules: ShapeRules, replanner: Replanner | None) -> dict[str, Any]:
+    """Plain values for `stats()`: the lists in use, and how often they were planned and changed."""
+    lists = {"decode": list(rules.decode.sizes), "prefill": list(rules.extend.sizes)}
+    plans, changes = (0, 0) if replanner is None else (replanner.plans, replanner.changes)
+    return lists | {"plans": plans, "changes": changes}
 
 
 def _coarse(size: int, extends: bool) -> int:

@@ -31,7 +31,7 @@ from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.prefill_graph import ExtendFacts, PrefillGraph, can_replay_locally, prefill_backend
 from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
-from ostinato.engine.replan import Replanner
+from ostinato.engine.replan import Replanner, buckets_as_dict
 from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence
 from ostinato.engine.shadow import CheckOptions, StepChecks
@@ -374,12 +374,11 @@ class Worker:
 
     def stats(self) -> dict[str, Any]:
         """Graph accounting by kind of step, and expert load [layers][experts] (None for dense models)."""
-        replanner = self.options.replanner
         return {
             "prefill_graph": self.coordinator.prefill.mode.value,
             "graph": {"decode": self.decode.stats.as_dict(), "prefill": self.prefill.stats.as_dict()},
             "checks": self.checks.as_dict(),
-            "buckets": None if replanner is None else replanner.as_dict(self.rules),
+            "buckets": buckets_as_dict(self.rules, self.options.replanner),
             "expert_load": self._expert_load(),
             "dispatch": dispatch_stats(self.model),
             "placement": None if self.rebalancer is None else self.rebalancer.stats(),

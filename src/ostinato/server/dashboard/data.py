@@ -80,12 +80,14 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True):
 class Graphs(msgspec.Struct, frozen=True):
     """Of all buckets: eager steps by reason, and graphs that were captured and have not replayed so far.
 
-    sizes: steps by their real rows, for each kind: what `ostinato bench buckets --from URL` plans by.
+    sizes: steps by their real rows, for each kind, and `lists`, the buckets in use: what `ostinato bench buckets --from
+    URL` plans by.
     """
 
     eager_reasons: dict[str, int]
     never_replayed: int
     sizes: dict[str, dict[str, int]]
+    lists: dict[str, list[int]]
 
 
 class ExpertLoad(msgspec.Struct, frozen=True):

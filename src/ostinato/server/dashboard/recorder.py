@@ -118,7 +118,7 @@ class Recorder:
         )
         self._totals = _totals(stats)
         self._buckets = _buckets(stats["graph"])
-        self._graphs = _graphs(stats["graph"])
+        self._graphs = _graphs(stats["graph"], stats["buckets"])
         self._note_load(now, stats["expert_load"])
 
     def _since(self, name: str, value: int) -> int:
@@ -197,9 +197,10 @@ def _buckets(graph: Mapping[str, Mapping[str, Any]]) -> list[Bucket]:
     return sorted(buckets, key=lambda bucket: (bucket.kind, bucket.size, bucket.key))
 
 
-def _graphs(graph: Mapping[str, Mapping[str, Any]]) -> Graphs:
+def _graphs(graph: Mapping[str, Mapping[str, Any]], buckets: Mapping[str, Any]) -> Graphs:
     reasons: Counter[str] = Counter()
     for stats in graph.values():
         reasons.update(stats["eager_reasons"])
     unused = sum(len(stats["captured_never_replayed"]) for stats in graph.values())
-    return Graphs(dict(reasons), unused, {kind: stats["sizes"] for kind, stats in graph.items()})
+    sizes = {kind: stats["sizes"] for kind, stats in graph.items()}
+    return Graphs(dict(reasons), unused, sizes, {kind: buckets[kind] for kind in graph})
