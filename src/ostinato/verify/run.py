@@ -71,10 +71,10 @@ class _Queue:
 
     def __post_init__(self) -> None:
         self.possible = len(self.cells)
-        if self.cells:  # the narrowest comes first, and says what the others will take
-            self.cells.insert(
-                0, self.cells.pop(self.cells.index(min(self.cells, key=lambda c: (c.bucket, -c.n))))
-            )
+        if self.cells:  # the narrowest that has pads comes first, and says what the others will take
+            narrow = min(self.cells, key=lambda cell: (cell.n == cell.bucket, cell.bucket, cell.n))
+            self.cells.remove(narrow)
+            self.cells.insert(0, narrow)
 
     def take(self, left: float) -> CellId | None:
         """The next cell, passing over those that would take more than a quarter of the seconds that are left."""
