@@ -18,7 +18,7 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.engine.batch import ForwardBatch, extend_batch
 from ostinato.engine.launch import Parts, launch
-from ostinato.graphs import GraphRunner
+from ostinato.engine.prefill_graph import PrefillGraph
 from ostinato.padding import StepMode, decide_shape
 
 CONTEXT, PAGE = 1024, 16
@@ -37,15 +37,10 @@ class Bench:
 
     def __init__(self, model: str) -> None:
         options = {"graph": "tape", "context_length": CONTEXT, "max_running_requests": 8, "page_size": PAGE}
-        config = EngineConfig.of(model=model, progress=False, prefill_graph="breakable", **options)
+        config = EngineConfig.of(model=model, progress=False, **options)
         self.parts: Parts = launch(config, lambda *args: None)
         worker = self.parts.worker
-        full = worker._runner(worker._prefill_step, worker.prefill.registry, worker.decode.backend)
-        self.runners: dict[str, GraphRunner[ForwardBatch, torch.Tensor]] = {
-            "full": full,
-            "breakable": worker.prefill,
-            "eager": worker._runner(worker._prefill_step, worker.prefill.registry, worker.decode.backend),
-        }
+        self.runners = {mode.value: worker.prefill_runner(mode) for mode in PrefillGraph}
         allocator = self.parts.scheduler.kv.allocator
         self.rows = [worker.pool.take_row() for _ in range(8)]
         for row in self.rows:
@@ -67,7 +62,7 @@ class Bench:
             StepMode.EXTEND, (batch.global_num_token_non_padded_cpu,), batch.batch_size, rules
         )
         start = perf_counter()
-        self.runners[mode].run(shape, batch, reject="eager" if mode == "eager" else "")
+        self.runners[mode].run(shape, batch)
         return perf_counter() - start
 
 
