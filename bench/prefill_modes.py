@@ -22,6 +22,7 @@ from ostinato.engine.prefill_graph import PrefillGraph
 from ostinato.padding import StepMode, decide_shape
 
 CONTEXT, PAGE = 1024, 16
+ALONE = "eager, unpadded"
 STEPS = {
     "512 tokens": [(0, 512)],
     "64 tokens": [(0, 64)],
@@ -57,12 +58,12 @@ class Bench:
         return extend_batch(ids, counts, [start for start, _ in requests], rows, torch.cat(slots))
 
     def seconds(self, mode: str, batch: ForwardBatch) -> float:
-        rules = self.parts.worker.rules
-        shape = decide_shape(
-            StepMode.EXTEND, (batch.global_num_token_non_padded_cpu,), batch.batch_size, rules
-        )
+        """One step; `ALONE` runs it eagerly without any pad."""
+        rules, rows = self.parts.worker.rules, (batch.global_num_token_non_padded_cpu,)
+        reject = mode if mode == ALONE else ""
+        shape = decide_shape(StepMode.EXTEND, rows, batch.batch_size, rules, reject=reject)
         start = perf_counter()
-        self.runners[mode].run(shape, batch)
+        self.runners["eager" if reject else mode].run(shape, batch)
         return perf_counter() - start
 
 
@@ -72,18 +73,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     bench, found = Bench(given.model), {}
+    modes = [*bench.runners, ALONE]
     bench.seconds("full", bench.batch([(0, 512)]))
     for name, requests in STEPS.items():
         batch = bench.batch(requests)
-        for mode in bench.runners:  # captures
+        for mode in modes:  # captures
             bench.seconds(mode, batch)
-        rounds = [{mode: bench.seconds(mode, batch) for mode in bench.runners} for _ in range(given.rounds)]
+        rounds = [{mode: bench.seconds(mode, batch) for mode in modes} for _ in range(given.rounds)]
         found[name] = {
             mode: {
                 "ms": round(1000 * statistics.median(r[mode] for r in rounds), 3),
                 "of full": round(statistics.median(r[mode] / r["full"] for r in rounds), 4),
             }
-            for mode in bench.runners
+            for mode in modes
         }
     launches = {
         m: bench.runners[m].graph(k) for m in ("full", "breakable") for k in bench.runners[m].captured[:1]
