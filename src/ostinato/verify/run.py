@@ -24,7 +24,7 @@ from ostinato.verify.faults import Injection
 from ostinato.verify.findings import Cell, CheckResult, Finding, Place
 from ostinato.verify.outcome import Found
 from ostinato.verify.program import Answer, Ask
-from ostinato.verify.reference import PROMPTS, TOLERANCES, ask_transformers
+from ostinato.verify.reference import PROMPTS, ask_transformers
 
 DEFAULT_BUDGET_S = 100.0
 REFERENCE = "reference"
@@ -220,8 +220,11 @@ class Run:
             )
             cells.append(Cell("prompt", place.bucket, place.n, sum(a.checks for a in answers), findings))
             notes.append(max(answer.distance for answer in answers))
-        tolerance = TOLERANCES[self._engine.model_config.dtype]
-        said = f"log-probabilities are at most {max(notes, default=0.0):.2g} away; up to {tolerance.logprob:g} passes"
+        prompts = [] if isinstance(asked, str) else asked
+        most = max((prompt.tolerance(self._engine.model_config.dtype) for prompt in prompts), default=0.0)
+        own = max((prompt.own for prompt in prompts), default=0.0)
+        said = f"log-probabilities are at most {max(notes, default=0.0):.2g} away; up to {most:.2g} passes"
+        said += f" (transformers in this dtype is {own:.2g} away from itself in fp32)" if own else ""
         self._reference = CheckResult(
             REFERENCE,
             "Reference",
