@@ -44,7 +44,7 @@ def failures(results: dict[str, CheckResult]) -> list[str]:
     ids=["qwen2_moe", "llama4", "eager", "int8"],
 )
 def test_one_rank_passes(family: str, options: dict[str, Any], opened: Callable[..., Engine]) -> None:
-    results = run(opened(family, **options), budget=1.0)
+    results = run(opened(family, **options), budget=0.3)
     assert failures(results) == []
     assert [name for name, result in results.items() if result.skipped] == (
         ["graphs", "hosts", "idle"] if options.get("graph") == "eager" else ["idle"]
@@ -69,7 +69,7 @@ def test_four_ranks_pass(
     layout = Topology(4, 2, 4)
     with ensembles.ensemble(layout, program(), model=model, dispatch=dispatch, **options) as ranks:
         every = request.config.getoption("--exhaustive")
-        results = run(ranks.front, budget=0.0, only=() if every else ("pads", "graphs", "mates", "idle"))
+        results = run(ranks.front, budget=0.0, only=() if every else ("pads", "idle"))
     assert failures(results) == []
     assert not [name for name, result in results.items() if result.skipped]
     assert all(result.cells for result in results.values())

@@ -196,8 +196,11 @@ class Stage:
     def advance(self, before: Played, counts: Counts, bucket: int) -> Played | None:
         """The decode step after `before`, which was the last and replayed, from inputs made on the device.
 
-        None where there is no such step: this rank has no rows, and takes part in that of others.
+        None where there is no such step: this rank has no rows, and takes part in that of others; or attention has to
+        plan on the host.
         """
+        if not self.worker.decode.registry.can_advance:
+            return None  # on no rank
         shape = self._shape("decode", counts, before.batch.batch_size, bucket, "replay")
         if not counts[self.group]:
             self.worker.decode.run(shape, before.batch)
