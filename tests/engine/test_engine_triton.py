@@ -106,3 +106,25 @@ def test_what_triton_cannot_do_here_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "TRITON_INTERPRET=1" in refusal(kernels="triton")
     with pytest.raises(ConfigError, match="gpu_products 'library' needs device 'cuda'"):
         EngineConfig(gpu_products="library")
+
+
+def test_every_family_gives_the_tokens_of_the_reference(
+    request: pytest.FixtureRequest,
+    make_llm: MakeLLM,
+    checkpoint: Callable[[str], Path],
+    checkpoints: ModuleType,
+) -> None:
+    """Only with `--exhaustive`: windows, chunked attention, every router, norm and rotation, in a short answer each."""
+    if not request.config.getoption("--exhaustive"):
+        pytest.skip("one of them runs always; this is the full list")
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    differing = []
+    for family in checkpoints.FAMILIES:
+        options: dict[str, Any] = {"model": str(checkpoint(family)), **SIZES}
+        want, got = (
+            make_llm(**options, **kernels).generate([PROMPTS[0]], [params])[0].outputs[0].token_ids
+            for kernels in ({"kernels": "reference"}, TRITON)
+        )
+        if want != got:
+            differing.append((family, want, got))
+    assert not differing
