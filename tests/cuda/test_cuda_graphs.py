@@ -10,7 +10,7 @@ import torch
 from ostinato.engine.batch import ForwardBatch, capture_batch, capture_shapes, decode_batch
 from ostinato.engine.registries import build_decode_registry
 from ostinato.errors import CaptureError, ConfigError
-from ostinato.graphs import CudaGraphBackend, GraphRunner, Stream
+from ostinato.graphs import BreakableBackend, CudaGraphBackend, GraphRunner, LiveStep, Stream
 from ostinato.padding import Buckets, ShapeRules, StepMode, decide_shape
 
 RULES = ShapeRules(Buckets((2, 4, 8)), Buckets(()))
@@ -100,3 +100,38 @@ def test_hooks_meet_before_each_forward() -> None:
     assert events == ["meet", "run", "meet", "run", "warm", "meet", "run"]
     x.fill_(5)
     assert graph.replay().tolist() == [6, 6]
+
+
+@needs_cuda
+def test_segments_of_a_breakable_graph_and_what_runs_between_them() -> None:
+    """Temporaries of segments share one pool; an op works on the real rows, a host launch may read the device."""
+    live, reads = LiveStep(), []
+    x, out = torch.zeros(8, 3, device="cuda"), torch.zeros(8, 3, device="cuda")
+
+    def add(rows: torch.Tensor, mixed: torch.Tensor) -> None:
+        torch.add(rows, rows.sum(0), out=mixed)
+
+    def eager(stream: Stream, view: None, rows: torch.Tensor, mixed: torch.Tensor) -> None:
+        stream.launch(add, rows, mixed)
+
+    def step(stream: Stream) -> torch.Tensor:
+        twice, mixed = x * 2, torch.full_like(x, torch.nan)
+        stream.eager(eager, None, (twice,), (mixed,))
+        between = mixed + 1
+        stream.outside(lambda: reads.append(float(between.sum())))
+        torch.add(between, twice, out=out)
+        return out
+
+    live.begin(None, 8, 8)
+    graph = BreakableBackend(CudaGraphBackend(), live).capture(step, 2)
+    assert graph.num_segments == 3
+    for rows in (8, 3, 1, 5):
+        gc.collect()
+        torch.full((4096,), torch.nan, device="cuda")
+        x.zero_()[:rows] = torch.randn(rows, 3, device="cuda")
+        live.begin(None, rows, 8)
+        twice = x * 2
+        mixed = torch.zeros_like(x)
+        mixed[:rows] = twice[:rows] + twice[:rows].sum(0)
+        assert torch.equal(graph.replay(), mixed + 1 + twice)
+        assert reads[-1] == float((mixed + 1).sum())

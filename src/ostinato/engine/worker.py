@@ -300,7 +300,7 @@ class Worker:
             row.sequence.wants_prompt_logits and row.start < row.sequence.prompt_len for row in plan.rows
         )
         facts = ExtendFacts.of_batch(batch, prompt_logits=asks)
-        against = can_replay_locally(facts, self.rules, self.coordinator.prefill)
+        against = can_replay_locally(facts, self.coordinator.rules, self.coordinator.prefill)
         hidden = self.prefill.run(shape, batch, reject=shape.eager_reason or against)
         if checked:
             hidden = self.checks.again(self.prefill, shape, batch, hidden)
