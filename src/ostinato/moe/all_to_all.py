@@ -135,7 +135,7 @@ class AllToAllDispatcher:
             parcel.ids_host[:n, 0] = np.where(order < 0, _NOBODY, local)
             scale = weights.numpy().reshape(-1)[flat] if self.home.weights_on_input else 1.0
             parcel.weights_host[:n, 0] = scale
-            parcel.x[:n] = x[torch.from_numpy(flat // slots)]
+            torch.index_select(x, 0, torch.from_numpy(flat // slots), out=parcel.x[:n])
         elif n:
             parcel.ids_host[:n] = _NOBODY
 

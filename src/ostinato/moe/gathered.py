@@ -73,14 +73,14 @@ class GatheredDispatcher:
         b, share = self.home.buffers, self.home.share
         start, count = self.home.own_rows(len(x))
         stop = start + count
-        b.send.x[:count] = x[start:stop]
-        b.send.weights[:count] = weights[start:stop]
-        b.send.ids[:count] = ids[start:stop]
+        b.send.x[:count].copy_(x[start:stop])
+        b.send.weights[:count].copy_(weights[start:stop])
+        b.send.ids[:count].copy_(ids[start:stop])
         total = sum(sizes)
         self.home.world.all_gather_rows(b.send.data, sizes, b.gathered.data[:total])
 
         local = b.gathered.ids_host[:total] - share.first
-        found = np.flatnonzero((local >= 0) & (local < share.per_rank))
+        found = np.flatnonzero(local.view(np.uint32) < share.per_rank)  # below 0 is far above
         n, slots = len(found), local.shape[1]
         at = found // slots
         b.pairs.ids_host[:n, 0] = local.reshape(-1)[found]
@@ -88,7 +88,7 @@ class GatheredDispatcher:
             b.pairs.weights_host[:n, 0] = b.gathered.weights_host[at, found % slots]
         else:
             b.pairs.weights_host[:n, 0] = 1.0
-        b.pairs.x[:n] = b.gathered.x[torch.from_numpy(at)]
+        torch.index_select(b.gathered.x, 0, torch.from_numpy(at), out=b.pairs.x[:n])  # as x[at], in a fifth of the time
         b.close_pairs(n)
         self._plan(b.send.ids_host[:count], at, sizes)
 
@@ -119,7 +119,7 @@ class GatheredDispatcher:
         for dp_rank in range(topology.dp):
             count = b.counts_out[topology.ranks_of_dp(dp_rank)[0]]
             for _ in range(topology.attn_tp):
-                b.staged[to : to + count] = b.results[begin : begin + count]
+                b.staged[to : to + count].copy_(b.results[begin : begin + count])
                 to += count
             begin += count
         return b.staged
