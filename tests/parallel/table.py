@@ -82,7 +82,7 @@ def ways(layout: Topology, *, sparse: bool) -> list[Way]:
     dispatches = ["gathered"]
     if sparse and layout.tp > 1:
         # Without attention TP no rows are shared, so none can be shared out.
-        dispatches += ["sharded", "all_to_all"] if layout.attn_tp > 1 else ["all_to_all"]
+        dispatches += ["sharded"] * (layout.attn_tp > 1) + ["all_to_all", "all_to_all_fixed"]
     graphs: list[tuple[str, DpPaddingMode | None]] = [
         ("eager", None),
         ("tape", None),
