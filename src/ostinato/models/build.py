@@ -140,6 +140,7 @@ class _Builder:
             workspace=self.workspace,
             attention=self.attention,
             embedding=embedding,
+            embedding_columns=self.columns if embedding is not head else None,
             layers=layers,
             final_norm=self._norm(names.final_norm),
             head=head,
@@ -164,7 +165,12 @@ class _Builder:
         if not own_head and self.ops.embeds_packed and not self._splits_head():
             head = self._head(self._stored(names.embedding, *shape))
             return head, head
-        embedding = self._take(names.embedding, *shape)
+        table = self._stored(names.embedding, *shape)
+        if self.columns is not None:
+            # Columns, not rows: what each rank looks up is put side by side, and no rank has to know whose an id is.
+            embedding = table.cut(Cut(((0, shape[0]),), self.share.span("hidden", shape[1]))).read()
+            return embedding, self._head(self._stored(f"{names.head}.weight", *shape) if own_head else table)
+        embedding = table.read()
         return embedding, self._head(self._stored(f"{names.head}.weight", *shape) if own_head else embedding)
 
     def _head(self, weight: StoredWeight | torch.Tensor) -> PackedLinear:
@@ -227,9 +233,9 @@ class _Builder:
         projections = (f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
         hidden, dim = config.hidden_size, config.head_dim
         own = self.share.span("heads", config.num_heads), self.share.span("kv_heads", config.num_kv_heads)
-        # A norm over all heads needs all of them: every rank projects them and attends with its own.
-        whole = config.qk_norm == "full" and self.columns is not None
-        q, kv = ((0, config.num_heads), (0, config.num_kv_heads)) if whole else own
+        q, kv = own
+        # A norm over all heads needs those of all ranks: they are gathered, and each rank goes on with its own.
+        gathered = config.qk_norm == "full" and self.columns is not None
         spans = _shifted(((q, 0), (kv, heads), (kv, heads + kv_heads)), dim)
         return Attention(
             ops=self.ops,
@@ -248,7 +254,7 @@ class _Builder:
             clip=config.clip_qkv,
             temperature=config.temperature if spec.scale_by_position else None,
             columns=self.columns,
-            own_heads=(slice(*own[0]), slice(*own[1])) if whole else None,
+            own_heads=(slice(*q), slice(*kv)) if gathered else None,
         )
 
     def _own_hidden(self) -> tuple[Span, ...]:

@@ -44,6 +44,7 @@ class CausalLM:
     final_norm: Norm
     head: PackedLinear
     head_columns: ColumnGather | None = None
+    embedding_columns: ColumnGather | None = None
 
     def forward(self, view: DecoderView, stream: Stream) -> torch.Tensor:
         """Hidden states [T, H] of the T (padded) rows of `view`, the final norm applied; ready for `logits`.
@@ -56,7 +57,11 @@ class CausalLM:
         residual = self.workspace.take("residual", rows, size)
         normed = self.workspace.take("normed", rows, size)
         delta = self.workspace.take("delta", rows, size)
-        stream.launch(self.ops.embedding, view.input_ids, self.embedding, residual)
+        columns = self.embedding_columns
+        own = residual if columns is None else columns.own("delta", rows, size)
+        stream.launch(self.ops.embedding, view.input_ids, self.embedding, own)
+        if columns is not None:
+            columns.gather(stream, own, residual)
         for i, layer in enumerate(self.layers):
             if i == 0:
                 layer.input_norm.apply(stream, residual, live, normed)

@@ -116,8 +116,10 @@ class WeightSource:
         file.expect(stored)
         yield StoredTensor(file.view(stored), file, stored)
         file.drop(stored)
+        self._loaded += (
+            0 if name in self._taken else entry.nbytes
+        )  # one tensor may be read for two parts of a rank
         self._taken.add(name)
-        self._loaded += entry.nbytes
         if self._progress is not None:
             self._progress(self._loaded, self._total)
 

@@ -70,6 +70,10 @@ class Norm:
             stream.launch(self.ops.add_layer_norm, x, residual, self.weight, self.bias, self.eps, out, live)
 
 
+WHOLE_QK = ("q_whole", "k_whole")
+"""Workspace buffers of the queries and keys of all ranks, where a norm goes over all of them."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
     """A rotation of queries and keys; `table` as `rope_table` makes it."""
@@ -96,8 +100,8 @@ class Attention:
     """qkv projection, norms and rotation of queries and keys, paged attention, output projection.
 
     clip: bound of |q|, |k|, |v| before rope. temperature: (floor_scale, attn_scale) of queries by position.
-    columns: with attention TP, `qkv` holds the heads of this rank and `out` its columns of the result. own_heads: where
-    `qkv` holds all heads (a norm over all of them), the (query, key) heads to attend with.
+    columns: with attention TP, `qkv` holds the heads of this rank and `out` its columns of the result. own_heads: these
+    heads among all (query, key) ones, where a norm goes over all and so needs those of the other ranks.
     """
 
     ops: OpSet
@@ -119,7 +123,7 @@ class Attention:
     def forward(self, stream: Stream, x: torch.Tensor, view: DecoderView, out: torch.Tensor) -> None:
         """x [T, H] -> out [T, H]."""
         rows, dim, live = x.shape[0], self.head_dim, view.num_token_non_padded
-        fused = self.workspace.take("qkv", rows, self.qkv.out_features)
+        fused = self._fused(rows)
         stream.launch(self.ops.linear, x, self.qkv, fused, live)
         # Views of the fused projection: rows are strided, heads are not.
         k_start = self.num_heads * dim
@@ -127,9 +131,9 @@ class Attention:
         q = fused[:, :k_start].view(rows, self.num_heads, dim)
         k = fused[:, k_start:v_start].view(rows, self.num_kv_heads, dim)
         v = fused[:, v_start:].view(rows, self.num_kv_heads, dim)
+        if self.columns is not None and self.own_heads is not None:
+            q, k = self._norm_over_all(stream, self.columns, self.own_heads, fused, live)
         self._norm_and_rotate(stream, fused, q, k, view)
-        if self.own_heads is not None:
-            q, k, v = q[:, self.own_heads[0]], k[:, self.own_heads[1]], v[:, self.own_heads[1]]
         if self.columns is None:
             mixed = self.workspace.take("attention", rows, q.shape[1], dim)
             stream.eager(self._attend, view, (q, k, v), (mixed,))
@@ -140,6 +144,37 @@ class Attention:
         stream.eager(self._attend, view, (q, k, v), (own.view(rows, q.shape[1], dim),))
         self.columns.gather(stream, own, whole)
         column_linear(stream, self.ops, self.columns, whole, self.out, out, live)
+
+    def _fused(self, rows: int) -> torch.Tensor:
+        """Where the projection goes."""
+        width = self.qkv.out_features
+        if self.columns is None or self.own_heads is None:
+            return self.workspace.take("qkv", rows, width)
+        return self.columns.own("qkv", rows, width * self.columns.group.size)
+
+    def _norm_over_all(
+        self,
+        stream: Stream,
+        columns: ColumnGather,
+        own: tuple[slice, slice],
+        fused: torch.Tensor,
+        live: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Own queries and keys, normed over those of all ranks: every rank norms all, and keeps its own."""
+        assert self.qk_norm is not None
+        assert self.qk_norm.weights is not None
+        widths = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        whole = [
+            self.workspace.take(name, len(fused), len(weight))
+            for name, weight in zip(WHOLE_QK, self.qk_norm.weights, strict=True)
+        ]
+        columns.gather_parts(stream, fused, widths, whole)
+        heads = [x.view(len(x), x.shape[1] // self.head_dim, self.head_dim) for x in whole]  # also of no rows
+        self._normalise(stream, self.qk_norm, heads[0], heads[1], live)
+        if self.clip is not None:
+            for x in whole:
+                stream.launch(self.ops.clamp, x, self.clip)
+        return heads[0][:, own[0]], heads[1][:, own[1]]
 
     def _attend(
         self,
@@ -156,7 +191,8 @@ class Attention:
         self, stream: Stream, fused: torch.Tensor, q: torch.Tensor, k: torch.Tensor, view: DecoderView
     ) -> None:
         """What happens to queries and keys before they meet, in place; `fused` is their memory, values included."""
-        ops, norm, rope, live = self.ops, self.qk_norm, self.rope, view.num_token_non_padded
+        ops, rope, live = self.ops, self.rope, view.num_token_non_padded
+        norm = self.qk_norm if self.own_heads is None else None
         weights = None if norm is None or not (norm.per_head and norm.before_rope) else norm.weights
         if norm is not None and weights is not None and rope is not None and self.clip is None:
             rotation = (view.positions, rope.table, rope.interleaved)

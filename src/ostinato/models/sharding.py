@@ -17,6 +17,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.workspace import Workspace
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import CausalLM
+from ostinato.models.parts import WHOLE_QK
 from ostinato.moe.all_to_all import AllToAllDispatcher, most_between
 from ostinato.moe.dispatch import Dispatcher, LocalDispatcher
 from ostinato.moe.gathered import GatheredDispatcher
@@ -136,8 +137,14 @@ class ParallelPlan:
         }
         if config.moe is not None and config.moe.shared_intermediate_size:
             widths["moe.shared_act"] = (config.moe.shared_intermediate_size, dtype)
-        if Sharding(self.topology).splits("vocab", config.vocab_size):
+        share, ranks = Sharding(self.topology), self.topology.attn_tp
+        if share.splits("vocab", config.vocab_size):
             widths["logits"] = (config.vocab_size, torch.float32)
+        if config.qk_norm == "full":
+            kv = share.span("kv_heads", config.num_kv_heads)
+            widths["qkv"] = (config.head_dim * (config.num_heads + 2 * ranks * (kv[1] - kv[0])), dtype)
+            for name, heads in zip(WHOLE_QK, (config.num_heads, config.num_kv_heads), strict=True):
+                workspace.reserve(name, (rows, heads * config.head_dim), dtype)
         gather.reserve(rows, widths, logit_rows=logit_rows)
         return gather
 

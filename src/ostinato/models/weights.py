@@ -83,6 +83,14 @@ class StoredWeight:
         matrices = self.shape[:-2] if cut.matrices is None else (len(cut.matrices),)
         return replace(self, shape=(*matrices, cut.num_rows, columns), selected=cut)
 
+    def read(self) -> torch.Tensor:
+        """The weight as it is, in memory."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        matrices = out if out.dim() == 3 else out.unsqueeze(0)
+        for matrix, first, block in self.pieces():
+            matrices[matrix, first : first + len(block)] = block
+        return out
+
     def pieces(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         for part in self.parts:
             if self._wants(part):

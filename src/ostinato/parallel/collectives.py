@@ -103,6 +103,20 @@ def all_gather_columns(group: Group, x: torch.Tensor, out: torch.Tensor, scratch
     out.view(rows, group.size, width).copy_(gathered.transpose(0, 1))
 
 
+def all_gather_parts(
+    group: Group, x: torch.Tensor, widths: Sequence[int], outs: Sequence[torch.Tensor], scratch: torch.Tensor
+) -> None:
+    """outs[i] [T, n * widths[i]] = part i of x [T, W] of every rank, side by side, or of every (size / n)th."""
+    rows, start = x.shape[0], 0
+    gathered = scratch.view(-1)[: group.size * x.numel()].view(group.size, *x.shape)
+    group.all_gather(x, gathered)
+    for width, out in zip(widths, outs, strict=True):
+        every = group.size * width // out.shape[1]
+        part = gathered[::every, :, start : start + width]
+        out.view(rows, len(part), width).copy_(part.transpose(0, 1))
+        start += width
+
+
 def ordered_sum(parts: torch.Tensor, out: torch.Tensor) -> None:
     """out = parts[0] + parts[1] + ... in this order, in fp32 where parts are shorter floats, rounded once."""
     wide = parts.dtype in (torch.bfloat16, torch.float16)

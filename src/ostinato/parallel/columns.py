@@ -9,13 +9,14 @@ nothing of models. Invariant: what is gathered was computed by one rank in full.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ostinato.graphs.stream import Stream
 from ostinato.graphs.workspace import Workspace
-from ostinato.parallel.collectives import Group, all_gather_columns
+from ostinato.parallel.collectives import Group, all_gather_columns, all_gather_parts
 
 _SCRATCH = "columns.scratch"
 
@@ -47,3 +48,13 @@ class ColumnGather:
         """out [T, ranks * w] = the columns [T, w] of all ranks."""
         scratch = self.workspace.take(_SCRATCH, out.numel() * out.element_size()).view(out.dtype)
         stream.launch(all_gather_columns, self.group, own, out, scratch)
+
+    def gather_parts(
+        self, stream: Stream, own: torch.Tensor, widths: Sequence[int], outs: Sequence[torch.Tensor]
+    ) -> None:
+        """outs[i] = part i of the columns of all ranks; own [T, >= sum(widths)] holds own parts one behind the other.
+
+        An out that is narrower than all parts together takes each of them once: ranks next to each other have the same.
+        """
+        scratch = self.workspace.take(_SCRATCH, self.group.size * own.numel() * own.element_size())
+        stream.launch(all_gather_parts, self.group, own, tuple(widths), tuple(outs), scratch.view(own.dtype))
