@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from ostinato import LLM, SamplingParams
 from ostinato.config import EngineConfig
+from ostinato.engine import device
+from ostinato.engine.device import choose_device
 from ostinato.engine.launch import launch
 from ostinato.errors import ConfigError
 
@@ -108,6 +110,25 @@ def test_what_triton_cannot_do_here_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "TRITON_INTERPRET=1" in refusal(kernels="triton")
     with pytest.raises(ConfigError, match="gpu_products 'library' needs device 'cuda'"):
         EngineConfig(gpu_products="library")
+
+
+def test_options_that_a_gpu_does_not_serve_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read off the options alone, so a GPU need not be there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def refusal(**options: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            choose_device(EngineConfig(device="cuda", **options))
+        return str(caught.value)
+
+    assert "kernels 'numba' run on the CPU" in refusal(kernels="numba")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "unset TRITON_INTERPRET" in refusal()
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "dp does not work" in refusal(dp_size=2)
+    assert "rebalance_steps does not work" in refusal(rebalance_steps=10)
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    assert "pip install 'ostinato[cuda]'" in refusal()
 
 
 def test_every_family_gives_the_tokens_of_the_reference(
