@@ -130,7 +130,7 @@ def test_half_precision() -> None:
 
 def test_a_row_has_the_same_bits_in_chunks_beside_others_and_on_other_pages() -> None:
     """Prefilled whole or in chunks after a cached prefix, in a mixed step, with pages of another size."""
-    shape, layer = (3, 1, 16), AttentionLayer(0, 0.25, sliding_window=70)
+    shape, layer = (1, 1, 16), AttentionLayer(0, 0.25, sliding_window=70)
     data = sequences(*shape, torch.float32)
     kv = pool(1, 16, torch.float32)
     whole = run(TritonAttention(kv, chunk=CHUNK), kv, data, layer, StepMode.EXTEND, WHOLE)[10:]

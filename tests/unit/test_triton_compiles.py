@@ -22,4 +22,4 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there(tmp_path: Path) -> No
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) > 30
+    assert int(done.stdout.split()[-1]) > 25

@@ -77,7 +77,7 @@ def measure_kernels(
     config: EngineConfig, rounds: int, shapes: KernelShapes | None = None, runtime: Runtime | None = None
 ) -> dict[str, Any]:
     """Shares of all kernels with the options' instructions, threads and weights. Raises ConfigError off the CPU."""
-    if config.kernels == "reference" or config.device == "cuda":
+    if config.kernels in ("reference", "triton") or config.device == "cuda":
         raise ConfigError(
             f"device {config.device!r} with kernels {config.kernels!r} has no CPU kernels to measure; leave them out"
         )
