@@ -1,10 +1,12 @@
-"""Two replicas of the server under a local Ray Serve: both answer, and answer the same; options are checked."""
+"""The server under a local Ray Serve: a second replica while there is load, one when there is none, the same answers
+throughout, and no request that a replica in its start would refuse; options are checked.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ostinato import LLM, SamplingParams
 from ostinato.errors import ConfigError
 
 ray = pytest.importorskip("ray", reason="needs the extra: pip install ostinato[ray]")
@@ -22,6 +25,8 @@ with warnings.catch_warnings():
     from ostinato.deploy.ray import app
 
 PORT = 18453
+CLIENTS, TOKENS, PATIENCE_S = 8, 120, 180
+PROMPTS = ["Once upon a time", "The bear", "A small boat"]
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
@@ -29,40 +34,65 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 def url() -> Iterator[str]:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    serve.run(
-        app({"threads": "1", "min_replicas": "2", "max_replicas": "2", "access_log": "false"}), name="test"
-    )
+    options = {"threads": "1", "min_replicas": "1", "max_replicas": "2", "target_ongoing_requests": "2"}
+    delays = {"upscale_delay": "1", "downscale_delay": "2", "access_log": "false"}
+    serve.run(app(options | delays), name="test")
     yield f"http://127.0.0.1:{PORT}"
     serve.shutdown()
     ray.shutdown()
 
 
-def _post(url: str, body: dict[str, Any]) -> Any:
+def _text(url: str, prompt: str) -> str:
+    """A completion; raises for any status but 200."""
+    body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+        text: str = json.load(answer)["choices"][0]["text"]
+        return text
 
 
-def _ready(url: str) -> Any:
-    """An answer, once an engine is loaded; until then the server says 503."""
-    for _ in range(600):
-        try:
-            return _post(url, {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0})
-        except urllib.error.HTTPError as error:
-            if error.code != 503:
-                raise
-        time.sleep(0.1)
-    raise AssertionError("no replica became ready")
+def _wait_for_replicas(count: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        states = serve.status().applications["test"].deployments["ostinato"].replica_states
+        if {str(state): n for state, n in states.items() if n} == {"RUNNING": count}:
+            return
+        assert time.monotonic() < deadline, f"{states}, not {count} replicas"
+        time.sleep(0.2)
 
 
-def test_replicas_answer_alike(url: str) -> None:
-    first = _ready(url)["choices"][0]["text"]
-    assert first
-    replicas = serve.status().applications["test"].deployments["ostinato"].replica_states
-    assert sum(replicas.values()) == 2
-    for _ in range(6):
-        assert _ready(url)["choices"][0]["text"] == first
+def test_replicas_follow_the_load_and_answer_alike(url: str) -> None:
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    with LLM(progress=False, threads=1) as llm:
+        expected = {prompt: llm.generate(prompt, params)[0].outputs[0].text for prompt in PROMPTS}
+    stop, problems, answers = threading.Event(), [], []
+
+    def client(n: int) -> None:
+        prompt = PROMPTS[n % len(PROMPTS)]
+        while not stop.is_set():
+            try:
+                answers.append(_text(url, prompt) == expected[prompt])
+            except Exception as error:
+                problems.append(error)
+                return
+
+    clients = [threading.Thread(target=client, args=(n,)) for n in range(CLIENTS)]
+    for thread in clients:
+        thread.start()
+    try:
+        _wait_for_replicas(2)
+        before = len(answers)
+        while len(answers) < before + 4 * CLIENTS and not problems:
+            time.sleep(0.1)
+    finally:
+        stop.set()
+        for thread in clients:
+            thread.join()
+    assert not problems, "also while the second replica was loading"
+    assert all(answers)
+    _wait_for_replicas(1)
+    assert _text(url, PROMPTS[0]) == expected[PROMPTS[0]]
 
 
 @pytest.mark.parametrize(

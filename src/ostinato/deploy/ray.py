@@ -4,30 +4,45 @@
 
 A replica is the application that `ostinato serve` runs, engine process included, without a socket of its own. Ray
 decides how many there are and which one answers; ranks are for what a single copy needs, replicas for more copies.
-Knows nothing of requests. Invariant: replicas share nothing, so how many there are changes no answer.
+Knows nothing of requests. Invariants: replicas share nothing, so how many there are changes no answer; Ray hears of a
+replica only when its engine is loaded, so a copy that starts refuses nobody.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from ray import serve
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.config import EngineConfig, ServerConfig
 from ostinato.errors import ConfigError
 from ostinato.server.app import build_app
+from ostinato.server.client import EngineState
+from ostinato.server.service import Service
 
-_SCALING: Mapping[str, int] = {"min_replicas": 1, "max_replicas": 1, "target_ongoing_requests": 8, "cpus": 1}
+_SCALING: Mapping[str, int] = {
+    "min_replicas": 1,
+    "max_replicas": 1,
+    "target_ongoing_requests": 8,
+    "upscale_delay": 10,
+    "downscale_delay": 300,
+    "cpus": 1,
+}
 """Options of the deployment, beside those of engine and server, and their defaults."""
+
+_LOOK_S = 0.05
 
 
 def app(options: Mapping[str, Any]) -> serve.Application:
     """The application of `serve run`: `options` are those of EngineConfig, of ServerConfig, and
 
     min_replicas, max_replicas: bounds of autoscaling. target_ongoing_requests: requests in one replica from which on
-    Ray adds another. cpus: cores that Ray sets aside for a replica.
+    Ray adds another. upscale_delay, downscale_delay: seconds for which the load must ask for more, or for fewer.
+    cpus: cores that Ray sets aside for a replica.
 
     Raises ConfigError for an option that nobody knows, or for a value that cannot work.
     """
@@ -38,7 +53,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
 
     def build() -> Any:
         """In the replica's process: nothing of it could travel there."""
-        return build_app(EngineConfig.of(**engine), ServerConfig.of(**server))[0]
+        return WhenReady(*build_app(EngineConfig.of(**engine), ServerConfig.of(**server)))
 
     deployment = serve.deployment(
         serve.ingress(build)(Replica),
@@ -47,6 +62,8 @@ def app(options: Mapping[str, Any]) -> serve.Application:
             "min_replicas": scaling["min_replicas"],
             "max_replicas": scaling["max_replicas"],
             "target_ongoing_requests": scaling["target_ongoing_requests"],
+            "upscale_delay_s": scaling["upscale_delay"],
+            "downscale_delay_s": scaling["downscale_delay"],
         },
         max_ongoing_requests=max(4 * scaling["target_ongoing_requests"], 8),
         ray_actor_options={"num_cpus": scaling["cpus"]},
@@ -57,6 +74,36 @@ def app(options: Mapping[str, Any]) -> serve.Application:
 
 class Replica:
     """One copy of the server; requests go to the application that Serve mounts on it."""
+
+
+class WhenReady:
+    """An application whose start is over when its engine can answer, or failed when that one never will."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                message = await self._started(message)
+            await send(message)
+
+        await self._app(scope, receive, tell)
+
+    async def _started(self, message: Message) -> Message:
+        while self._service.state == EngineState.STARTING.value:
+            await asyncio.sleep(_LOOK_S)
+        if self._service.state == EngineState.READY.value:
+            return message
+        return {
+            "type": "lifespan.startup.failed",
+            "message": f"{self._service.state}: the replica's log tells more",
+        }
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any], dict[str, Any]]:
