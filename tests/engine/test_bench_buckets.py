@@ -70,8 +70,10 @@ def test_from_a_server() -> None:
     assert (made["decode"]["present"]["sizes"], made["decode"]["planned"]["sizes"]) == ([2, 8], [1, 7, 8])
 
 
-@pytest.mark.parametrize("args", [("--tp", "2"), ("--graph-memory", "much")])
-def test_what_cannot_be_measured_is_refused(args: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    "args", [("--tp", "2"), ("--graph-memory", "much"), ("--graph-memory", "1GiB", "--rows")]
+)
+def test_what_cannot_be_measured_is_refused(args: tuple[str, ...]) -> None:
     assert CliRunner().invoke(app, ["bench", "buckets", *args]).exit_code == 2
 
 
@@ -84,4 +86,14 @@ def test_from_a_run_with_costs_of_this_machine() -> None:
         present, planned = made[kind]["present"], made[kind]["planned"]
         assert present["real_rows"] == planned["real_rows"] > 0
         assert len(planned["sizes"]) <= 3
-        assert all(cost >= 0 for cost in made[kind]["costs"].values())
+        costs = made[kind]["costs"]
+        assert all(cost >= 0 for cost in costs.values())
+        assert costs["graph_bytes"] > 1000
+
+
+def test_a_limit_of_memory_limits_the_list() -> None:
+    """Two graphs' worth of bytes leave room for no more than two."""
+    args = ("--threads", "1", "--num-prompts", "4", "--output-len", "4", "--dtype", "float32")
+    one = bench(*args)["decode"]["costs"]["graph_bytes"]
+    limited = bench(*args, "--graph-memory", str(2 * one + one // 2))
+    assert len(limited["decode"]["planned"]["sizes"]) <= 2

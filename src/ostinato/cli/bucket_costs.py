@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from ostinato.engine.batch import capture_batch
 from ostinato.engine.worker import Worker
@@ -41,6 +44,7 @@ def _costs(runner: GraphRunner[Any, Any], exact: StepShape, wide: StepShape, *, 
     try:
         runner.run(wide, batch)
         captures = [_captured_anew(runner, exact, batch) for _ in range(5)]
+        held = _bytes_of_a_graph(runner, exact, batch)
         runs: list[Callable[[], object]] = [
             lambda: runner.run(exact, batch),
             lambda: runner.run(wide, batch),
@@ -62,8 +66,23 @@ def _costs(runner: GraphRunner[Any, Any], exact: StepShape, wide: StepShape, *, 
         pad_row=max(0.0, with_pads - replay) / max(padded, 1),
         eager=max(0.0, eager - replay),
         graph=max(0.0, capture - replay),
+        graph_bytes=held,
         capture_s=capture,
     )
+
+
+def _bytes_of_a_graph(runner: GraphRunner[Any, Any], shape: StepShape, batch: Any) -> int:
+    """What a graph keeps: objects and launch blocks on the host, and what the device's allocator had to reserve."""
+    device = torch.cuda.is_available()
+    runner.drop(shape.key)
+    tracemalloc.start()
+    try:
+        before, reserved = tracemalloc.get_traced_memory()[0], torch.cuda.memory_reserved() if device else 0
+        runner.run(shape, batch)
+        host = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    return max(0, host) + (max(0, torch.cuda.memory_reserved() - reserved) if device else 0)
 
 
 def _captured_anew(runner: GraphRunner[Any, Any], shape: StepShape, batch: Any) -> float:

@@ -70,6 +70,8 @@ def bench_buckets(
         raise ConfigError(
             "bench buckets measures one process; leave out tp and dp, and read a server with --from URL"
         )
+    if rows and (graph_memory is not None or capture_seconds is not None):
+        raise ConfigError("what a graph takes is not measured with --rows; leave out --rows, or the limits")
     memory = None if graph_memory is None else parse_bytes(graph_memory, name="graph_memory")
     from ostinato.graphs.planner import Budget, Costs
 
@@ -190,7 +192,13 @@ def run_workload(llm: LLM, count: int, input_len: int, output_len: int, seed: in
 
 def _as_dict(pair: tuple[Outcome, Outcome], costs: Costs) -> dict[str, Any]:
     now, planned = (one._asdict() | {"pad_share": one.pad_share} for one in pair)
-    prices = {"pad_row": costs.pad_row, "eager": costs.eager, "graph": costs.graph}
+    prices = {
+        "pad_row": costs.pad_row,
+        "eager": costs.eager,
+        "graph": costs.graph,
+        "graph_bytes": costs.graph_bytes,
+        "capture_s": costs.capture_s,
+    }
     return {"present": now, "planned": planned, "costs": prices}
 
 
@@ -213,7 +221,7 @@ def _show(result: dict[str, tuple[Outcome, Outcome]], costs: Mapping[str, Costs]
     for kind, price in costs.items():
         free = price.pad_row * 32 < price.graph
         console.print(
-            f"{kind}: here a padded row costs {1e6 * price.pad_row:.2f} us, a graph {1e3 * price.graph:.2f} ms, an "
-            f"eager step {1e3 * price.eager:.2f} ms more than a replay"
+            f"{kind}: here a padded row costs {1e6 * price.pad_row:.2f} us, a graph {1e3 * price.graph:.2f} ms and "
+            f"{price.graph_bytes / 2**20:.2f} MiB, an eager step {1e3 * price.eager:.2f} ms more than a replay"
             + ("; pads are nearly free, so few buckets are best" if free else "")
         )
