@@ -28,7 +28,7 @@ from ostinato.options import parse_bytes
 
 if TYPE_CHECKING:
     from ostinato.engine.llm import LLM
-    from ostinato.graphs.planner import Costs, Outcome
+    from ostinato.graphs.planner import Budget, Costs, Outcome
     from ostinato.padding import ShapeRules
 
 KINDS = ("decode", "prefill")
@@ -70,12 +70,9 @@ def bench_buckets(
         raise ConfigError(
             "bench buckets measures one process; leave out tp and dp, and read a server with --from URL"
         )
-    if rows and (graph_memory is not None or capture_seconds is not None):
-        raise ConfigError("what a graph takes is not measured with --rows; leave out --rows, or the limits")
-    memory = None if graph_memory is None else parse_bytes(graph_memory, name="graph_memory")
-    from ostinato.graphs.planner import Budget, Costs
+    budget = _budget(max_graphs, graph_memory, capture_seconds, measured=not rows)
+    from ostinato.graphs.planner import Costs
 
-    budget = Budget(max_graphs, memory, capture_seconds)
     sizes, lists = ({}, {}) if source is None else read_sizes(source)
     costs: Mapping[str, Costs] = dict.fromkeys(KINDS, Costs(pad_row=1.0, eager=64.0))
     if source is None or not rows:
@@ -100,8 +97,18 @@ def bench_buckets(
     )
 
 
+def _budget(graphs: int, memory: str | None, capture_s: float | None, *, measured: bool) -> Budget:
+    """Raises ConfigError for limits of what nobody measures."""
+    if not measured and (memory is not None or capture_s is not None):
+        raise ConfigError("what a graph takes is not measured with --rows; leave out --rows, or the limits")
+    size = None if memory is None else parse_bytes(memory, name="graph_memory")
+    from ostinato.graphs.planner import Budget
+
+    return Budget(graphs, size, capture_s)
+
+
 def compare(
-    kind: str, sizes: Mapping[int, int], rules: ShapeRules, costs: Costs, budget: Any
+    kind: str, sizes: Mapping[int, int], rules: ShapeRules, costs: Costs, budget: Budget
 ) -> tuple[Outcome, Outcome]:
     """What the present list costs for these sizes, and what the planned one does: of both what the steps fall into."""
     from ostinato.graphs.planner import Limits, evaluate, plan, used
