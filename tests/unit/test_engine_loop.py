@@ -13,6 +13,7 @@ from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.engine import Engine
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import ParallelError, RequestError
+from ostinato.parallel.rendezvous import single_world
 from ostinato.server.engine_process import _Loop
 from ostinato.server.messages import Abort, Command, Deltas, Event, Refused, Stats, Stop, Submit
 
@@ -24,6 +25,7 @@ class FakeEngine:
         self.log: list[str] = []
         self.live: list[str] = []
         self.script: list[Any] = []
+        self.world = single_world()
 
     @property
     def has_work(self) -> bool:
@@ -73,8 +75,11 @@ class Bench:
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     context = zmq.Context()
-    yield Bench(context)
-    context.destroy(linger=0)
+    try:
+        yield Bench(context)
+    finally:
+        # Also when a bench cannot be made: a context that is collected with open sockets waits for them for ever.
+        context.destroy(linger=0)
 
 
 def test_an_abort_is_carried_out_before_the_next_step(bench: Bench) -> None:
