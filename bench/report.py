@@ -99,7 +99,8 @@ def write_race(record: Mapping[str, Any], directory: Path) -> None:
 
 def write_summary(directory: Path) -> Path:
     """The table (returned) and the plot of all races in a directory."""
-    records = [json.loads(path.read_text()) for path in directory.glob("*.json")]
+    found = [json.loads(path.read_text()) for path in directory.glob("*.json")]
+    records = [record for record in found if "precision" in record]  # other measurements lie there too
     records.sort(key=lambda record: (_ORDER.index(record["model"]), record["precision"]))
     table = directory / "compare.md"
     (directory / "compare.svg").write_text(plot(records), encoding="utf-8")

@@ -136,6 +136,7 @@ def test_ratios_are_of_turns_that_count_to_the_best_mode(bench: Any, record: dic
 def test_table_and_plot(bench: Any, record: dict[str, Any], tmp_path: Path) -> None:
     report = bench("report")
     report.write_race(record, tmp_path)
+    (tmp_path / "parallel.json").write_text('{"model": "moe-r1"}')  # another bench's, which is no race
     table = report.write_summary(tmp_path).read_text()
     assert "| decode b1 | 8.0 | 2.0 | 4.0 | **1.50** (1.20–2.00) |" in table
     assert "3 (+1 discarded)" in table
