@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError
+from ostinato.parallel.shm import shm_supported
+from ostinato.parallel.topology import Topology
 from ostinato.verify.faults import Injection, fault_named
 from ostinato.verify.findings import CheckResult
+from ostinato.verify.program import program
 from ostinato.verify.reference import PROMPTS, ask_transformers, given_prompts
 from ostinato.verify.run import Plan, Run
 
@@ -39,6 +43,17 @@ def test_it_agrees_and_a_sum_taken_twice_is_named(opened: Callable[..., Engine])
     assert all(
         finding.place.rank == 0 and "--only reference" in finding.reproduce for finding in broken.findings
     )
+
+
+@pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
+def test_ranks_that_share_the_columns_of_the_embedding_agree(
+    tiny: Callable[[str], str], ensembles: ModuleType, small: dict[str, Any]
+) -> None:
+    options = {name: value for name, value in small.items() if name not in ("threads", "progress")}
+    with ensembles.ensemble(Topology(2, 1, 2), program(), model=tiny("qwen3_moe"), **options) as ranks:
+        result = compared(ranks.front)
+    assert result.passed
+    assert result.comparisons == 2 * 2 * (8 + 5)
 
 
 def test_what_cannot_be_compared_is_skipped_with_a_reason(

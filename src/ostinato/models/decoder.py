@@ -57,11 +57,7 @@ class CausalLM:
         residual = self.workspace.take("residual", rows, size)
         normed = self.workspace.take("normed", rows, size)
         delta = self.workspace.take("delta", rows, size)
-        columns = self.embedding_columns
-        own = residual if columns is None else columns.own("delta", rows, size)
-        stream.launch(self.ops.embedding, view.input_ids, self.embedding, own)
-        if columns is not None:
-            columns.gather(stream, own, residual)
+        self.embed(view.input_ids, stream, residual)
         for i, layer in enumerate(self.layers):
             if i == 0:
                 layer.input_norm.apply(stream, residual, live, normed)
@@ -72,6 +68,14 @@ class CausalLM:
             layer.ffn.forward(stream, normed, live, delta)
         self.final_norm.add_and_apply(stream, delta, residual, live, normed)
         return normed
+
+    def embed(self, ids: torch.Tensor, stream: Stream, out: torch.Tensor) -> None:
+        """Rows of the embedding for `ids` int64 [T] into `out` [T, H]. Ranks that share its columns come together."""
+        columns = self.embedding_columns
+        own = out if columns is None else columns.own("delta", *out.shape)
+        stream.launch(self.ops.embedding, ids, self.embedding, own)
+        if columns is not None:
+            columns.gather(stream, own, out)
 
     def select_rows(self, hidden: torch.Tensor, rows: torch.Tensor, stream: Stream) -> torch.Tensor:
         """hidden[rows] as a workspace view [n, H]; rows int64 [n], n at most the reserved number of logit

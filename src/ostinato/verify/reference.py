@@ -171,7 +171,7 @@ def compare(stage: Stage, prompt: Prompt) -> tuple[Outcome, float]:
     assert played.taps is not None
     device = model.workspace.device
     embedded = torch.zeros(1, model.config.hidden_size, dtype=model.config.dtype, device=device)
-    EagerStream().launch(model.ops.embedding, ids[-1:].to(device), model.embedding, embedded)
+    model.embed(ids[-1:].to(device), EagerStream(), embedded)
     layer = _first_apart(
         embedded[0].float().cpu(),
         played.taps.parts[:, rows - 1].float().cpu(),
