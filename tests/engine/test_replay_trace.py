@@ -78,7 +78,8 @@ def changed(path: Path, to: Path, change: Callable[[dict[str, Any], dict[str, An
     """A copy of a trace after `change(header, tensors)`."""
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["ostinato"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        names = file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
     change(header, tensors)
     save_file(tensors, to, {"ostinato": json.dumps(header)})
     return to

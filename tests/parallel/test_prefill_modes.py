@@ -86,7 +86,7 @@ def test_ranks_of_very_different_prompts_share_one_bucket(
             seen.append(shape)
             return run(shape, *args, **named)
 
-        engine.worker.prefill.run = noted  # type: ignore[method-assign]
+        engine.worker.prefill.run = noted
 
     model = str(checkpoint("mixtral"))
     config = EngineConfig(model=model, progress=False, threads=1, **options)

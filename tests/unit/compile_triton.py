@@ -63,7 +63,7 @@ def launches(dtype: torch.dtype) -> None:
     from ostinato.ops.cuda.opset import TritonOps
     from ostinato.ops.opset import RoutingRule
 
-    ops, T, H, I, E = TritonOps("cpu"), 3, 128, 64, 8  # noqa: E741
+    ops, T, H, W, E = TritonOps("cpu"), 3, 128, 64, 8
     x, live, ids = torch.zeros(T, H, dtype=dtype), torch.ones(1, dtype=torch.int32), torch.zeros(T).long()
     weight, out = torch.zeros(H, dtype=dtype), torch.zeros(T, H, dtype=dtype)
     for count in (None, live):
@@ -71,7 +71,7 @@ def launches(dtype: torch.dtype) -> None:
         ops.linear(x, ops.pack_linear(torch.zeros(H, H, dtype=dtype), weight), out, count)
     ops.add_rms_norm(x, out, weight, 1e-6, out, live)
     ops.add_layer_norm(x, out, weight, weight, 1e-6, out, live)
-    ops.linear(x, ops.pack_gated(torch.zeros(2 * I, H, dtype=dtype)), torch.zeros(T, I, dtype=dtype), live)
+    ops.linear(x, ops.pack_gated(torch.zeros(2 * W, H, dtype=dtype)), torch.zeros(T, W, dtype=dtype), live)
     ops.linear(x, ops.pack_linear(torch.zeros(E, H, dtype=dtype)), torch.zeros(T, E), live)
     ops.linear(x, ops.pack_linear(torch.zeros(1, H, dtype=dtype)), torch.zeros(T, 1), live)
     q, k, table = torch.zeros(T, 4, 80, dtype=dtype), torch.zeros(T, 1, 80, dtype=dtype), torch.zeros(9, 32)
@@ -82,7 +82,7 @@ def launches(dtype: torch.dtype) -> None:
     ops.argmax(torch.zeros(T, 5000), ids, live)
     page_table = torch.zeros(4, 4, dtype=torch.int32)
     ops.advance(ids, ids, ids, ids, ids, page_table, 16, (ids, ids), live)
-    experts = ops.pack_experts(torch.zeros(E, 2 * I, H, dtype=dtype), torch.zeros(E, H, I, dtype=dtype))
+    experts = ops.pack_experts(torch.zeros(E, 2 * W, H, dtype=dtype), torch.zeros(E, H, W, dtype=dtype))
     shares, chosen = torch.zeros(T, 2), torch.zeros(T, 2, dtype=torch.int32)
     for on_input in (False, True):
         ops.moe_experts(x, shares, chosen, experts, on_input, out)

@@ -274,7 +274,7 @@ def test_an_error_leaves_no_capture_open(inner: Any) -> None:
 
 def test_over_a_backend_without_graphs_everything_is_eager() -> None:
     live = LiveStep()
-    backend = BreakableBackend(EagerBackend(), live)  # type: ignore[arg-type]
+    backend = BreakableBackend(EagerBackend(), live)
     assert not backend.captures
     rig = Rig(TapeBackend())
     rig.runner = GraphRunner(rig._step, rig.runner.registry, backend=backend, live=live)

@@ -64,7 +64,7 @@ def test_a_chain_computes_what_its_launches_do(quantization: str | None) -> None
         out = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16)
         launches = layers(opset(threads, quantization), out)
         chain = Launch.chain(launches)
-        found.append(run(out, lambda launches=launches: [launch() for launch in launches]))  # type: ignore[misc]
+        found.append(run(out, lambda launches=launches: [launch() for launch in launches]))
         found += [run(out, chain) for _ in range(20)]
         assert all(int(launch.block[TEAM]) == NO_TEAM for launch in launches)
     assert found[0].isfinite().all()

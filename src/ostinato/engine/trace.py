@@ -145,7 +145,8 @@ def read_trace(path: Path) -> Trace:
     try:
         with safe_open(path, "pt") as file:
             text = (file.metadata() or {}).get(_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
         header = json.loads(text or "{}")
     except (SafetensorError, OSError, ValueError) as error:
         raise TraceError(f"{path} cannot be read as a replay trace: {error}") from error
