@@ -421,7 +421,7 @@ def test_experts_that_take_pads_for_data_are_caught(own: Any, rigs: ModuleType, 
 def test_captures_that_count_as_load_are_caught(
     rigs: ModuleType, checkpoint: Any, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(ExpertLoad, "set_live", lambda self, live: self.live.fill_(1))
+    monkeypatch.setattr(ExpertLoad, "_switch", lambda self, live: self.live.fill_(1))
     assert rigs.Rig(checkpoint("qwen3_moe")).load_at_start.sum() > 0
 
 
