@@ -23,11 +23,12 @@ import numpy as np
 import torch
 
 from ostinato.config import cache_dir
+from ostinato.engine.plan import StepPlan
 from ostinato.engine.prefill_delayer import DelayerOptions, PassState, PrefillDelayer
 from ostinato.engine.request import Request, SamplingParams
 from ostinato.engine.residency import Residency
 from ostinato.engine.router import Router
-from ostinato.engine.scheduler import Scheduler, SchedulerOptions, StepPlan
+from ostinato.engine.scheduler import Scheduler, SchedulerOptions
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.kv.pages import PageAllocator
 from ostinato.kv.pool import KVLayout, KVPool

@@ -58,7 +58,9 @@ def test_a_wrong_graph_is_caught_and_quarantined(
     assert texts(llm, params) == want, "what was served is the eager result"
     stats = llm.stats()["graph"]["decode"]
     assert (stats["mismatches"], stats["quarantined"]) == (1, ["decode/4"])
-    assert stats["eager_reasons"]["quarantined"] >= 8, "every later step of the bucket ran eagerly"
+    assert stats["eager_reasons"]["quarantined"] >= 7, (
+        "every later step but the one that computed all KV anew"
+    )
     assert key not in llm.engine.worker.decode.captured
     said = capsys.readouterr().err
     assert said.count("graph and eager run differ") == 1

@@ -11,7 +11,8 @@ import ostinato.engine.engine
 from ostinato import LLM, RequestOutput, SamplingParams
 from ostinato.engine.engine import Engine
 from ostinato.engine.output import OutputStream
-from ostinato.engine.scheduler import Scheduler, StepPlan
+from ostinato.engine.plan import StepPlan
+from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.worker import PromptLogits, StepResult, Worker
 
 PROMPTS = ["It is a truth universally acknowledged, that", "And the Lord said unto", "To be, or not"]

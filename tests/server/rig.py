@@ -146,13 +146,15 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def start(directory: Path, *flags: str, env: dict[str, str] | None = None) -> Server:
+def start(
+    directory: Path, *flags: str, env: dict[str, str] | None = None, command: str = "ostinato"
+) -> Server:
     """Start a server; returns when it listens, which is before its engine has loaded."""
     log, errors = directory / "stdout", directory / "stderr"
-    command = [sys.executable, "-m", "ostinato", "serve", "--port", "0", "--threads", "1", *flags]
+    line = [sys.executable, "-m", command, "serve", "--port", "0", "--threads", "1", *flags]
     with log.open("wb") as out, errors.open("wb") as err:
         process = subprocess.Popen(
-            command, stdout=out, stderr=err, env={**os.environ, **(env or {})}, preexec_fn=_die_with_the_tests
+            line, stdout=out, stderr=err, env={**os.environ, **(env or {})}, preexec_fn=_die_with_the_tests
         )
     until(lambda: process.poll() is not None or b"\n" in log.read_bytes(), READY_S)
     assert process.poll() is None, errors.read_text()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ostinato.attention import CaptureLimits
 from ostinato.config import EngineConfig
 from ostinato.engine.batch import capture_batch, capture_shapes, extend_batch
+from ostinato.engine.plan import ScheduledSequence, StepPlan
 from ostinato.engine.prefill_graph import (
     ExtendFacts,
     PrefillAbility,
@@ -23,7 +24,6 @@ from ostinato.engine.prefill_graph import (
     prefill_slots,
     prefix_variant,
 )
-from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.errors import ConfigError
 from ostinato.graphs import BreakableBackend, EagerBackend, LiveStep, TapeBackend
 from ostinato.padding import Buckets, ShapeRules, StepMode, decide_shape

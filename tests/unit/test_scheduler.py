@@ -17,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.engine.plan import StepPlan
 from ostinato.engine.request import Request, SamplingParams
 from ostinato.engine.residency import Residency
-from ostinato.engine.scheduler import Scheduler, SchedulerOptions, StepPlan
+from ostinato.engine.scheduler import Scheduler, SchedulerOptions
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.errors import RequestError
 from ostinato.kv.pages import TRASH_PAGE, PageAllocator
@@ -720,6 +721,30 @@ def test_shortest_output_goes_first_and_returns_to_the_front() -> None:
     rig.run()
     assert rig.ended == [a, b, later]
     for s in rig.ended:
+        rig.check_answer(s)
+    rig.check_idle()
+
+
+def test_no_kv_is_trusted_after_recompute() -> None:
+    """Running and chunked requests compute prompt and output again, from nothing, and answer the same."""
+    rig = Rig(chunk=8)
+    done = rig.submit(range(16), 4, ignore_eos=True)
+    rig.run()
+    running = rig.submit(range(30, 36), 12, ignore_eos=True)
+    for _ in range(4):
+        rig.step()
+    chunked = rig.submit(range(50, 74), 4, ignore_eos=True)
+    rig.step()
+    assert rig.scheduler.chunked is chunked
+    said = list(running.output_token_ids)
+    rig.scheduler.recompute()
+    assert rig.radix.num_pages == 0
+    assert rig.scheduler.waiting == [running, chunked]
+    assert running.output_token_ids == said
+    again = rig.submit(range(16), 4, ignore_eos=True)
+    rig.run()
+    assert again.num_cached == 0
+    for s in (done, running, chunked, again):
         rig.check_answer(s)
     rig.check_idle()
 

@@ -6,8 +6,8 @@ text. Invariant: the worker knows the tokens that are not the step's own, so the
 
 from __future__ import annotations
 
+from ostinato.engine.plan import ScheduledSequence
 from ostinato.engine.sampler import Sampled, SampleInput, sample, with_logprobs
-from ostinato.engine.scheduler import ScheduledSequence
 from ostinato.engine.sequence import Sequence
 from ostinato.engine.worker import StepResult, Worker
 

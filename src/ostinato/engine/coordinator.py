@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ostinato.engine.plan import StepPlan
 from ostinato.engine.prefill_graph import (
     ExtendFacts,
     PrefillAbility,
@@ -20,7 +21,6 @@ from ostinato.engine.prefill_graph import (
     can_replay_locally,
     prefix_variant,
 )
-from ostinato.engine.scheduler import StepPlan
 from ostinato.moe.pairs import StepWidths
 from ostinato.padding import ShapeRules, StepMode, StepShape, decide_shape, gathered_rows
 from ostinato.parallel.rendezvous import World

@@ -23,6 +23,7 @@ from ostinato.engine.choosing import choose
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.launch import launch
 from ostinato.engine.output import OutputStream, as_rows
+from ostinato.engine.plan import StepPlan
 from ostinato.engine.program import RankProgram
 from ostinato.engine.progress import Report
 from ostinato.engine.request import (
@@ -35,7 +36,6 @@ from ostinato.engine.request import (
     check_text,
 )
 from ostinato.engine.sampler import Sampled, needs_history, rule_of, top_logprobs
-from ostinato.engine.scheduler import StepPlan
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.errors import RequestError
 from ostinato.ops.choice import mix64
@@ -238,6 +238,8 @@ class Engine:
                 for row in plan.rows:
                     self._finish_request(row.sequence.request.request_id, "error")
                 raise
+        if self.worker.checks.take_wrong():
+            self.scheduler.recompute()
 
     def _run(self, plan: StepPlan) -> None:
         result = self.worker.execute(plan, self._take_prompt_logits)

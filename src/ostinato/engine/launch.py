@@ -18,6 +18,7 @@ from ostinato.config import DEMO_NAME, EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.device import choose_device, graph_backend
 from ostinato.engine.kernels import Kernels, choose_kernels
+from ostinato.engine.plan import StepPlan
 from ostinato.engine.prefill_delayer import (
     STATE_WORDS,
     DelayerOptions,
@@ -29,7 +30,7 @@ from ostinato.engine.prefill_graph import PrefillAbility, choose_prefill_graph, 
 from ostinato.engine.progress import Report
 from ostinato.engine.replan import SERVING_COSTS, Replanner
 from ostinato.engine.residency import Residency
-from ostinato.engine.scheduler import PrefillNegotiation, Scheduler, SchedulerOptions, StepPlan
+from ostinato.engine.scheduler import PrefillNegotiation, Scheduler, SchedulerOptions
 from ostinato.engine.shadow import CheckOptions
 from ostinato.engine.trace import TraceWriter
 from ostinato.engine.worker import Worker, WorkerOptions

@@ -16,7 +16,7 @@ from typing import Self
 
 from ostinato.attention.backend import AttentionBackend, CaptureLimits
 from ostinato.engine.batch import ForwardBatch
-from ostinato.engine.scheduler import StepPlan
+from ostinato.engine.plan import StepPlan
 from ostinato.errors import ConfigError
 from ostinato.graphs import Backend, BreakableBackend, EagerBackend, LiveStep, SegmentBackend
 from ostinato.padding import ShapeRules, StepMode, extend_reject

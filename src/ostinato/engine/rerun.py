@@ -8,6 +8,7 @@ since otherwise other bits would prove nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,12 @@ class Rerun:
         return "neither recorded result repeats: this machine computes differently, or the step is not deterministic"
 
 
-def rerun(trace: Trace, model: str | None, report: Report) -> Rerun:
+def rerun(
+    trace: Trace, model: str | None, report: Report, opened: Callable[[Engine], None] | None = None
+) -> Rerun:
     """Load the trace's model (or `model`, which must be the same checkpoint) and run its step in both ways.
+
+    opened: called with the engine before the step.
 
     Raises TraceError where the step cannot be restored here, ConfigError or ModelError where no engine can be loaded.
     """
@@ -78,6 +83,8 @@ def rerun(trace: Trace, model: str | None, report: Report) -> Rerun:
     engine = Engine(_config(trace, model), report)
     try:
         _check_engine(trace, engine)
+        if opened is not None:
+            opened(engine)
         now = _run(engine.worker, trace.shape, _restore(trace, engine.worker))
     finally:
         engine.close()

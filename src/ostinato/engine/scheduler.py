@@ -27,6 +27,7 @@ from ostinato.engine.admission import (
     reserved_tokens,
     retraction_order,
 )
+from ostinato.engine.plan import ScheduledSequence, StepPlan
 from ostinato.engine.request import FinishReason
 from ostinato.engine.residency import Residency
 from ostinato.engine.sequence import Sequence, SequenceState
@@ -50,34 +51,6 @@ class SchedulerOptions:
     fair: bool = False
     together: bool = False
     conservativeness: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """Rows [start, start + num_tokens) of a sequence, run in this step."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    prefill: bool
-
-    @property
-    def samples(self) -> bool:
-        """Whether its last row is the last known token, so that the step yields a next one."""
-        return self.start + self.num_tokens == self.sequence.num_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: its mode and its rows, in order. held: requests that could decode next and wait for a prefill now."""
-
-    mode: StepMode
-    rows: tuple[ScheduledSequence, ...]
-    held: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
 
 
 PrefillNegotiation = Callable[[bool], bool]
@@ -206,6 +179,12 @@ class Scheduler:
         elif generated >= sequence.max_new_tokens:
             self.finish(sequence, "length")
         return sequence.state is SequenceState.FINISHED
+
+    def recompute(self) -> None:
+        """Trust no KV: what runs goes back to the queue with all that it has said, and no prefix is cached any more."""
+        for sequence in [*self.running, *([self.chunked] if self.chunked else [])]:
+            self._retract(sequence)
+        self.kv.radix.evict(self.kv.radix.num_pages)
 
     # ---- prefill ----
 

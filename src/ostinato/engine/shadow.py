@@ -4,7 +4,7 @@
 
 Which steps is a function of their number, so ranks that step together check the same ones and stay together; they tell
 each other what they found. Knows nothing of requests. Invariant: what a checked step gives out is the eager result, and
-a graph that differed once, on any rank, serves nothing any more, on none of them.
+a graph that differed once, on any rank, serves nothing any more, on none of them; nor does KV that it may have written.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class StepChecks:
         self.steps = 0
         self._alone = alone
         self.traces: list[str] = []
+        self._wrong = False
         self._on = options.rate > 0 or options.trace_steps > 0
         self._to_record = options.trace_steps
         self._agree = agree
@@ -127,10 +128,16 @@ class StepChecks:
         recorded = self._record(step) if found is not None or self._to_record > 0 else "not here"
         self._to_record = max(self._to_record - 1, 0)
         if wrong:
+            self._wrong = True
             runner.quarantine(shape.key)
             if found is not None:
                 _tell(step, wrong, recorded)
         return outputs
+
+    def take_wrong(self) -> bool:
+        """Whether a graph turned out wrong since the last call, on any rank; which of its steps were is not known."""
+        wrong, self._wrong = self._wrong, False
+        return wrong
 
     def _uncounted(self, runner: Runner, shape: StepShape, batch: ForwardBatch) -> torch.Tensor:
         if self._load is None:
@@ -201,8 +208,8 @@ def _tell(step: CheckedStep, wrong: tuple[int, ...], recorded: str) -> None:
     inputs = differing_inputs(step)
     print(
         f"ostinato: step {step.number}, a {kind} of {shape.raw_num_tokens} rows in bucket {spell_key(shape.key)}: "
-        f"graph and eager run differ{ranks}: {'; '.join([where(step), *inputs])}. The eager result was served, and "
-        f"the bucket runs eagerly from now on. Replay trace: {recorded}",
+        f"graph and eager run differ{ranks}: {'; '.join([where(step), *inputs])}. The eager result was served, "
+        f"the bucket runs eagerly from now on, and all KV is computed anew. Replay trace: {recorded}",
         file=sys.stderr,
         flush=True,
     )

@@ -28,11 +28,11 @@ from ostinato.engine.batch import (
 )
 from ostinato.engine.chooser import Chooser
 from ostinato.engine.coordinator import Coordinator
+from ostinato.engine.plan import ScheduledSequence, StepPlan
 from ostinato.engine.prefill_graph import ExtendFacts, PrefillGraph, can_replay_locally, prefill_backend
 from ostinato.engine.progress import Report
 from ostinato.engine.registries import RegistryOptions, build_decode_registry, build_prefill_registry
 from ostinato.engine.replan import Replanner, buckets_as_dict
-from ostinato.engine.scheduler import ScheduledSequence, StepPlan
 from ostinato.engine.sequence import Sequence
 from ostinato.engine.shadow import CheckOptions, StepChecks
 from ostinato.graphs import (

@@ -25,14 +25,17 @@ from ostinato.server.dashboard.routes import dashboard_router
 from ostinato.server.edge import Edge, ErrorResponse, is_open
 from ostinato.server.exposition import Exposition
 from ostinato.server.service import Service
+from ostinato.server.supervisor import ENGINE_MODULE
 
 _CLIENT_CLOSED = 499
 _SAMPLE_S = 1.0
 
 
-def build_app(config: EngineConfig, options: ServerConfig) -> tuple[ASGIApp, Service]:
+def build_app(
+    config: EngineConfig, options: ServerConfig, engine_module: str = ENGINE_MODULE
+) -> tuple[ASGIApp, Service]:
     """The whole application, and the service behind it."""
-    service = Service(config, options)
+    service = Service(config, options, engine_module)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -27,7 +27,7 @@ from ostinato.server.api_errors import ApiError, bad_field, engine_down
 from ostinato.server.messages import Abort, Deltas, EngineInfo, Event, Failed, Ready, Refused, Stats, Submit
 from ostinato.server.metrics import Metrics
 from ostinato.server.replies import Reply
-from ostinato.server.supervisor import EngineProcess
+from ostinato.server.supervisor import ENGINE_MODULE, EngineProcess
 
 STEADY_S = 60.0
 """An engine that has served so long starts a new count of restarts in a row."""
@@ -43,7 +43,13 @@ class EngineState(Enum):
 class EngineClient:
     """Requests in, replies out. `failure` is set, and `over` with it, when the engine is given up."""
 
-    def __init__(self, config: EngineConfig, options: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerConfig,
+        metrics: Metrics,
+        engine_module: str = ENGINE_MODULE,
+    ) -> None:
         self.state = EngineState.STARTING
         self.info: EngineInfo | None = None
         self.stats: dict[str, Any] = {}
@@ -54,6 +60,7 @@ class EngineClient:
         self._config = config
         self._options = options
         self._metrics = metrics
+        self._module = engine_module
         self._replies: dict[str, Reply] = {}
         self._names = count()
         self._process: EngineProcess | None = None
@@ -100,7 +107,7 @@ class EngineClient:
         in_a_row = 0
         while True:
             started = time.monotonic()
-            self._process = process = EngineProcess(self._on_event)
+            self._process = process = EngineProcess(self._on_event, self._module)
             await process.start(self._config)
             status = await process.wait()
             process.close()

@@ -56,8 +56,8 @@ _COMPILED = "inproc://compiled"
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> int:
-    """Run one engine until told to stop; the exit status."""
+def main(opened: Callable[[Engine], None] | None = None) -> int:
+    """Run one engine until told to stop; the exit status. opened: called with it before the first request."""
     _die_with_parent()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     threading.Thread(target=_exit_at_end_of_stdin, daemon=True).start()
@@ -76,6 +76,8 @@ def main() -> int:
         engine = _launch(launch, send)
         if engine is None:
             return LAUNCH_REFUSED
+        if opened is not None:
+            opened(engine)
         try:
             _Loop(engine, commands, send).run()
         finally:

@@ -25,6 +25,7 @@ from ostinato.errors import ConfigError
 from ostinato.server.app import build_app
 from ostinato.server.connection import BoundedHttp
 from ostinato.server.service import Service
+from ostinato.server.supervisor import ENGINE_MODULE
 
 ENGINE_LOST = 1
 KEEP_ALIVE_S = 75
@@ -59,11 +60,14 @@ class _Uvicorn(uvicorn.Server):
         self._service.draining = True
 
 
-def serve(config: EngineConfig, options: ServerConfig) -> int:
-    """Serve until told to stop; the exit status. Raises ConfigError when it cannot listen or start the engine."""
+def serve(config: EngineConfig, options: ServerConfig, engine_module: str = ENGINE_MODULE) -> int:
+    """Serve until told to stop; the exit status. Raises ConfigError when it cannot listen or start the engine.
+
+    engine_module: what the engine process runs. No option of the command leads here; tests serve a broken engine by it.
+    """
     _allow_many_files()
     listener = _bind(options)
-    app, service = build_app(config, options)
+    app, service = build_app(config, options, engine_module)
     return asyncio.Runner(loop_factory=_new_loop).run(_run(app, service, options, listener))
 
 

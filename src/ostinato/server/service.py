@@ -23,6 +23,7 @@ from ostinato.server.metrics import Metrics
 from ostinato.server.prompts import Prompts
 from ostinato.server.protocol import Sampling
 from ostinato.server.replies import Receive, Reply
+from ostinato.server.supervisor import ENGINE_MODULE
 from ostinato.server.token_text import TokenText
 from ostinato.text.tokenizer import Tokenizer
 
@@ -32,13 +33,15 @@ _TIMEOUT = "x-request-timeout"
 class Service:
     """One server: a model, its engine, its text side."""
 
-    def __init__(self, config: EngineConfig, options: ServerConfig) -> None:
+    def __init__(
+        self, config: EngineConfig, options: ServerConfig, engine_module: str = ENGINE_MODULE
+    ) -> None:
         self.config = config
         self.options = options
         self.started = time.time()
         self.model_name = options.served_model_name or model_name(config.model)
         self.metrics = Metrics(Recorder(self._about(None)))
-        self.client = EngineClient(config, options, self.metrics)
+        self.client = EngineClient(config, options, self.metrics, engine_module)
         self.draining = False
         self._prompts: Prompts | None = None
         self._tokens: TokenText | None = None

@@ -23,6 +23,9 @@ import zmq
 from ostinato.config import EngineConfig
 from ostinato.server.messages import LAUNCH_REFUSED, Command, Event, Launch, Stop, event_decoder
 
+ENGINE_MODULE = "ostinato.server.engine_process"
+"""What an engine process runs; tests have one of their own, with a fault in it."""
+
 STOP_TIMEOUT_S = 10.0
 LAST_WORDS_S = 0.2
 
@@ -30,8 +33,9 @@ LAST_WORDS_S = 0.2
 class EngineProcess:
     """A running engine process. `on_event` is called on the event loop for every event, in order."""
 
-    def __init__(self, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, on_event: Callable[[Event], None], module: str = ENGINE_MODULE) -> None:
         self._on_event = on_event
+        self._module = module
         self._directory = Path(tempfile.mkdtemp(prefix="ostinato-"))  # mode 0700
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
@@ -53,7 +57,7 @@ class EngineProcess:
             sys.executable,
             "-P",
             "-m",
-            "ostinato.server.engine_process",
+            self._module,
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr.fileno(),  # our stdout belongs to the access log
             start_new_session=True,  # Ctrl-C reaches the server alone

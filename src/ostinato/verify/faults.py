@@ -103,7 +103,7 @@ def _narrow_fill(seam: Seam, layer: int) -> None:
 
 def _pads_write(seam: Seam, layer: int) -> None:
     """Attention takes pads for real rows, and their KV slots are stale: they write into the page of a request."""
-    page = seam.stage.requests.pages[0] * seam.stage.pool.page_size
+    page = seam.stage.others_page * seam.stage.worker.pool.page_size
 
     def plan(right: Callable[..., None], view: Any, shape: Any) -> None:
         right(view, replace(shape, num_tokens=(shape.padded_num_tokens,), bs=shape.padded_bs, dp_rank=0))

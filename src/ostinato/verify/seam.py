@@ -11,17 +11,18 @@ no branch for any of it. Knows no fault. Invariant: after `undo` the worker is w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
 from ostinato.engine.batch import ForwardBatch
+from ostinato.engine.worker import Worker
 from ostinato.graphs.slots import FillContext
 from ostinato.graphs.stream import Stream
 from ostinato.models.decoder import CausalLM
-from ostinato.verify.stage import Runner, Stage
+from ostinato.verify.stage import Runner
 
 Filled = Callable[[ForwardBatch, ForwardBatch | None, FillContext], None]
 """(view after the fill, copies of what it held before, ctx): writes the view's buffers."""
@@ -31,10 +32,47 @@ Behind = Callable[[Stream, torch.Tensor, torch.Tensor | None, torch.Tensor], Non
 """(stream, input [T, H], device count, result [T, H] of a part): launches behind the part."""
 
 
-class Seam:
-    """Of one stage."""
+class Breakable(Protocol):
+    """What a seam needs of one rank: a `Stage`, or an engine that `Serves`."""
 
-    def __init__(self, stage: Stage) -> None:
+    @property
+    def worker(self) -> Worker: ...
+
+    @property
+    def runners(self) -> Mapping[str, Runner]:
+        """By mode: "decode", "prefill-full", …"""
+        ...
+
+    @property
+    def others_page(self) -> int:
+        """A KV page of some request."""
+        ...
+
+    def recover(self) -> None:
+        """After faults were taken out: nothing that they left is used again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serves:
+    """A rank whose engine serves, before its first request; a fault in it stays."""
+
+    worker: Worker
+    others_page: int = 1  # the first that is given to a request
+
+    @property
+    def runners(self) -> dict[str, Runner]:
+        worker = self.worker
+        return {"decode": worker.decode, f"prefill-{worker.coordinator.prefill.mode.value}": worker.prefill}
+
+    def recover(self) -> None:
+        for runner in self.runners.values():
+            assert not runner.captured, "graphs hold the fault"
+
+
+class Seam:
+    """Of one rank."""
+
+    def __init__(self, stage: Breakable) -> None:
         self.stage = stage
         self._undo: list[Callable[[], None]] = []
 

@@ -103,6 +103,11 @@ class Stage:
         world.all_gather(torch.tensor([rows], dtype=torch.int64), gathered)
         return tuple(int(gathered[leader]) for leader in topology.leaders)
 
+    @property
+    def others_page(self) -> int:
+        """A KV page of some request."""
+        return self.requests.pages[0]
+
     # ---- modes ----
 
     def _runners(self) -> dict[str, Runner]:

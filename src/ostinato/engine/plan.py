@@ -1,0 +1,40 @@
+"""One step as it is planned: which rows of which sequences run, and how.
+
+What the scheduler says to the worker. Knows nothing of how rows are chosen or computed. Invariant: a plan is a value;
+its sequences move on, it does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.engine.sequence import Sequence
+from ostinato.padding import StepMode
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Rows [start, start + num_tokens) of a sequence, run in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    prefill: bool
+
+    @property
+    def samples(self) -> bool:
+        """Whether its last row is the last known token, so that the step yields a next one."""
+        return self.start + self.num_tokens == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: its mode and its rows, in order. held: requests that could decode next and wait for a prefill now."""
+
+    mode: StepMode
+    rows: tuple[ScheduledSequence, ...]
+    held: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
