@@ -60,6 +60,8 @@ def test_fields_that_mean_nothing_here_are_taken_when_they_ask_for_nothing(serve
         "modalities": ["text"],
         "metadata": {},
         "functions": [],
+        "prompt_cache_key": "k",
+        "safety_identifier": "someone",
     }
     assert server.post("/v1/chat/completions", chat | neutral).status_code == 200
     asking = {
@@ -173,6 +175,8 @@ def test_echo(client: openai.OpenAI, stream: bool) -> None:
         lists = [choice.logprobs for choice in own if choice.logprobs is not None]
         tokens = [token for part in lists for token in part.tokens]
         assert "".join(tokens[1:]) == PROMPT + plain  # behind the begin token, which has no text of its own
+        offsets = [offset for part in lists for offset in part.text_offset]
+        assert offsets == [0] + [len("".join(tokens[1:place])) for place in range(1, len(tokens))]
         values = [value for part in lists for value in part.token_logprobs]
         assert values[0] is None
         assert all(value < 0 for value in values[1:])
@@ -304,7 +308,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages[1].content", {"messages": [*MESSAGES, {"role": "user", "content": 7}]}),
     ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ("messages", {"messages": [{"role": "user"}]}),
-    ("tools[0]", {"messages": MESSAGES, "tools": [{"type": "function"}]}),
+    ("tools[0].function", {"messages": MESSAGES, "tools": [{"type": "function"}]}),
     ("response_format", {"messages": MESSAGES, "response_format": {"type": "poem"}}),
     ("top_logprobs", {"messages": MESSAGES, "top_logprobs": 3}),
     ("max_tokens", {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}),

@@ -208,6 +208,16 @@ def test_unknown_paths_and_methods(server: Server) -> None:
         answer = server.http.request(method, path)
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_head_is_get_without_the_body(server: Server) -> None:
+    """Load balancers and `curl -I` ask so."""
+    for path in ("/health", "/v1/models", "/metrics", "/", "/v1/nothing"):
+        asked, got = (server.http.request(method, path) for method in ("HEAD", "GET"))
+        assert (asked.status_code, asked.content) == (got.status_code, b"")
+        assert asked.headers["content-type"] == got.headers["content-type"]
+    assert server.http.head("/v1/completions").headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Knows nothing of routes. Invariant: a client never sees a stack trace, and every
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,12 +27,13 @@ _KINDS: Mapping[int, str] = {
     504: "timeout_error",
 }
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
-_SOURCES = ("body", "query", "path", "header")
-_TYPE_WORDS = frozenset({"str", "int", "float", "bool", "dict", "list", "none", "constrained", "function"})
+_WORDS = {"None": "null", "True": "true", "False": "false"}
+_SHOWN = 40
+"""Characters of a bad value that its message repeats."""
 
 
 class ApiError(OstinatoError):
-    """An answer other than success. `retry_after` is in seconds."""
+    """An answer other than success. `retry_after` is in seconds; `allow` lists the methods that a path has."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class ApiError(OstinatoError):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -48,6 +51,7 @@ class ApiError(OstinatoError):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.allow = allow
 
     def body(self) -> bytes:
         """OpenAI's error object as JSON."""
@@ -64,6 +68,8 @@ class ApiError(OstinatoError):
         found = [(b"content-type", b"application/json"), (b"content-length", str(len(self.body())).encode())]
         if self.retry_after is not None:
             found.append((b"retry-after", str(self.retry_after).encode()))
+        if self.allow is not None:
+            found.append((b"allow", self.allow.encode()))
         if self.status == 401:
             found.append((b"www-authenticate", b"Bearer"))
         return found
@@ -89,40 +95,67 @@ def from_request_error(error: RequestError, fields: Sequence[str], default: str 
     return bad_field(param, str(error))
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """A 400 from pydantic's errors: of a union's complaints, the one that got furthest into the value."""
-    error = max(errors, key=lambda e: len(_path(e["loc"])))
-    param = spell(error["loc"], unknown=error["type"] == "extra_forbidden")
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """A 400 from pydantic's errors about a body: of a union's complaints, the one that got furthest into it."""
+
+    def path(error: Mapping[str, Any]) -> list[str | int]:
+        return _path(error["loc"], body, missing=error["type"] == "missing")
+
+    error = max(errors, key=lambda e: len(path(e)))
+    return bad_field(spell(path(error)), _message(error, spell(path(error))))
+
+
+def _message(error: Mapping[str, Any], param: str | None) -> str:
+    """What is wrong, in JSON's words instead of Python's."""
+    kind, context = error["type"], error.get("ctx", {})
+    if param is None:
+        if kind == "missing":
+            return "the body is missing; send a JSON object"
+        return "the body must be a JSON object, sent with the header content-type: application/json"
+    if kind == "missing":
+        return f"{param} is missing; give it"
+    if kind in ("extra_forbidden", "none_required") or context.get("max_length") == 0:
+        return f"{param} is not supported here; remove it"
+    if kind == "value_error":
+        return f"{param} {context['error']}"
+    if kind == "literal_error":
+        expected = _WORDS.get(context["expected"], context["expected"])
+        return f"{param} must be {expected}, got {_shown(error['input'])}"
+    if kind == "union_tag_invalid":
+        return f"{param}.type must be one of {context['expected_tags']}, got {context['tag']!r}"
     message = str(error["msg"])
-    if error["type"] == "extra_forbidden":
-        message = f"{param} is not supported here; remove it"
-    elif error["type"] == "missing":
-        message = f"{param} is missing; give it" if param else "the body is missing; send a JSON object"
-    elif param:
-        message = f"{param}: {message[0].lower()}{message[1:]}"
-    elif error["type"] in ("model_attributes_type", "model_type", "dict_type"):
-        message = "the body must be a JSON object, sent with the header content-type: application/json"
-    return bad_field(param, message)
+    return f"{param}: {message[0].lower()}{message[1:]}"
 
 
-def spell(location: Sequence[str | int], *, unknown: bool = False) -> str | None:
-    """A pydantic location as `messages[0].content`, without the names of union branches; None for the body itself.
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
-    `unknown`: it ends with a field that does not exist, so may be called anything.
-    """
+
+def spell(path: Sequence[str | int]) -> str | None:
+    """The parts of a path as `messages[0].content`; None for the body itself."""
     text = ""
-    for part in _path(location, unknown):
+    for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text or None
 
 
-def _path(location: Sequence[str | int], unknown: bool = False) -> list[str | int]:
-    """The parts of a location that lie in the value."""
-    parts = list(location[1:] if location and location[0] in _SOURCES else location)
-    last = [parts.pop()] if unknown and parts else []
-    inner = [part for part in parts[1:] if isinstance(part, int) or _is_field(part)]
-    return parts[:1] + inner + last
-
-
-def _is_field(part: str) -> bool:
-    return _FIELD.fullmatch(part) is not None and part not in _TYPE_WORDS
+def _path(location: Sequence[str | int], body: Any, *, missing: bool) -> list[str | int]:
+    """The parts of a pydantic location that lie in the body: those of which it holds a value, without the names of
+    union branches between them; and the last one, if it is the name of a field that is `missing`.
+    """
+    if not location or location[0] != "body":
+        return list(location[1:])
+    path: list[str | int] = []
+    inside = body
+    for place, part in enumerate(location[1:], start=2):
+        held = (
+            part in inside
+            if isinstance(inside, Mapping)
+            else isinstance(inside, list) and isinstance(part, int)
+        )
+        if held:
+            inside = inside[part]
+        if held or (missing and place == len(location)):
+            path.append(part)
+    return path

@@ -108,13 +108,17 @@ def _handle_errors(app: FastAPI) -> None:
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return ErrorResponse(from_validation(error.errors()))
+        return ErrorResponse(from_validation(error.errors(), error.body))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = f"{request.method} {request.url.path}"
-        message = {404: f"there is no {what} here", 405: f"{what} is not allowed"}.get(error.status_code)
-        return ErrorResponse(ApiError(error.status_code, message or str(error.detail)))
+        allow = (error.headers or {}).get("Allow")
+        message = {
+            404: f"there is no {what} here",
+            405: f"{what} is not allowed; use {allow}",
+        }.get(error.status_code)
+        return ErrorResponse(ApiError(error.status_code, message or str(error.detail), allow=allow))
 
     async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED)

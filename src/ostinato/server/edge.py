@@ -86,6 +86,8 @@ class Edge:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, receive, send, self._release)
+        if scope["method"] == "HEAD":  # what GET would answer; uvicorn leaves out the body
+            scope = {**scope, "method": "GET"}
         try:
             self._check_key(scope, exchange.headers)
             await self._app(scope, self._bounded(exchange), exchange.send)

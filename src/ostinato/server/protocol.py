@@ -124,6 +124,10 @@ class Sampling(_Body):
     )
     return_token_ids: bool | None = Field(None, description="Token ids of each choice, beside its text")
     user: str | None = Field(None, max_length=512, description="For the access log")
+    safety_identifier: str | None = Field(None, max_length=512, description="OpenAI's newer name of `user`")
+    prompt_cache_key: str | None = Field(
+        None, max_length=512, description="A hint; prefixes are shared with or without it (see `cache_salt`)"
+    )
 
 
 class CompletionRequest(Sampling):

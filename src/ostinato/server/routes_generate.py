@@ -116,7 +116,8 @@ async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParam
         continuous_usage=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(ask.body.return_token_ids),
     )
-    record.prompt_tokens, record.user = head.prompt_tokens, ask.body.user
+    record.prompt_tokens = head.prompt_tokens
+    record.user = ask.body.user or ask.body.safety_identifier
     frames = Frames(head, shape)
     deadline = ask.service.deadline(ask.request.headers.get("x-request-timeout"))
     reply = ask.service.open(ask.body, ask.field, prompts, params, ask.request.receive)

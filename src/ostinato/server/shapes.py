@@ -147,9 +147,10 @@ class CompletionShape:
             self._prompt_rows[place] = news[0].prompt_logprobs
         lists = self._lists.get(choice)
         if lists is None:
-            lists = self._lists[choice] = LegacyLogprobs(self._tokens)
-            if self._echoed is not None and place in self._prompt_rows:
-                ids += self._echoed[place][1]
+            echoed = None if self._echoed is None else self._echoed[place]
+            lists = self._lists[choice] = LegacyLogprobs(self._tokens, echoed)
+            if echoed is not None and place in self._prompt_rows:
+                ids += echoed[1]
                 rows += self._prompt_rows[place]
         for delta in news:
             ids += delta.token_ids

@@ -59,12 +59,19 @@ def _chat_row(tokens: TokenText, token_id: int, logprob: float) -> dict[str, Any
 
 
 class LegacyLogprobs:
-    """The parallel lists of a completion's log-probabilities; offsets count characters of the choice's text."""
+    """The parallel lists of a completion's log-probabilities; offsets count characters of the choice's text.
 
-    def __init__(self, tokens: TokenText) -> None:
+    `echoed`: the text and ids of the prompt, if the text begins with it. A begin token that the tokenizer has put
+    before a text has no place in it: its offset is 0, as is that of the token behind it.
+    """
+
+    def __init__(self, tokens: TokenText, echoed: tuple[str, Sequence[int]] | None = None) -> None:
         self._tokens = tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        if echoed is not None:
+            text, ids = echoed
+            self._offset = len(text) - len(b"".join(tokens.of(i)[1] for i in ids).decode("utf-8", "replace"))
 
     def take(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
         """The lists for the next tokens."""
@@ -77,7 +84,7 @@ class LegacyLogprobs:
         for token_id, rows in zip(ids, logprobs, strict=True):
             text, data = self._tokens.of(token_id)
             lists["tokens"].append(text)
-            lists["text_offset"].append(self._offset)
+            lists["text_offset"].append(max(self._offset, 0))
             self._offset += len(self._decoder.decode(data))
             chosen = None if rows is None else next(row[1] for row in rows if row[0] == token_id)
             lists["token_logprobs"].append(chosen)
