@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +35,7 @@ ISAS = ("auto", "avx512_bf16", "portable")
 QUANTIZATIONS = ("int8",)
 DISPATCHES = ("gathered", "sharded", "all_to_all", "all_to_all_fixed")
 TRANSPORTS = ("auto", "shm", "gloo")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 DEMO_NAME = "demo"
 """What the bundled model may be called, where no directory of that name is meant."""
 
@@ -215,6 +217,11 @@ class ServerConfig:
         parse_bytes(self.max_body_bytes, name="max_body_bytes")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins holds {origin!r}, no origin; give it like https://example.org, without a path, or *"
+                )
 
     @classmethod
     def of(cls, *, environ: Mapping[str, str] | None = None, **options: Any) -> Self:

@@ -22,6 +22,8 @@ _UNITS: Mapping[str, int] = {
     "ki": 1 << 10,
     "mi": 1 << 20,
     "gi": 1 << 30,
+    "t": 1000**4,
+    "ti": 1 << 40,
 }
 
 
@@ -68,6 +70,8 @@ def check_field(config: Any, spec: Field[Any]) -> None:
     elif not isinstance(value, bool if spec.type == "bool" else str):
         kind = "True or False" if spec.type == "bool" else "a string"
         raise ConfigError(f"{spec.name} must be {kind}, got {value!r}")
+    elif value == "":
+        raise ConfigError(f"{spec.name} is empty; give a value or leave it out")
 
 
 def refuse_unknown(cls: type, options: Mapping[str, Any]) -> None:
@@ -82,7 +86,7 @@ def refuse_unknown(cls: type, options: Mapping[str, Any]) -> None:
 
 def parse_bytes(value: str | int, *, name: str = "size") -> int:
     """A size in bytes from a number or a string like "512MiB" or "2GB". Raises ConfigError naming `name`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKmMgG]i?)?[bB]?)\s*", str(value))
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT]i?)?[bB]?)\s*", str(value))
     size = (
         0
         if match is None or isinstance(value, bool)

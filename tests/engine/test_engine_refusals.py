@@ -153,6 +153,17 @@ def test_streams_refuse_when_first_read(llm: LLM, refuses: Any) -> None:
         ({"model": "/no/such/model"}, ModelError, "/no/such/model is neither a directory nor a hub id"),
         ({"context_length": 2000}, ConfigError, "context_length 2000 is over the model's 1024; lower it"),
         ({"kv_memory": "1KiB"}, ConfigError, "kv_memory of 1024 bytes holds 0 pages"),
+        (
+            {"trace_steps": 1, "trace_dir": "/dev/null/x"},
+            ConfigError,
+            "replay traces cannot be written to /dev/null/x",
+        ),
+        ({"expert_placement": "/no/file"}, ConfigError, "/no/file cannot be read .No such file or directory"),
+        (
+            {"expert_placement": "/dev/null"},
+            ConfigError,
+            "/dev/null is no expert placement .*a list for each",
+        ),
         ({"num_pages": 1}, ConfigError, "num_pages must be a whole number of at least 2, got 1"),
         ({"graph": "cuda"}, ConfigError, "'cuda'"),
         (
@@ -166,7 +177,7 @@ def test_streams_refuse_when_first_read(llm: LLM, refuses: Any) -> None:
             "quantization 'int8' cannot run with page_size 8; use a multiple of 16",
         ),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 def test_options_that_cannot_work(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:

@@ -18,7 +18,7 @@ from ostinato import LLM, SamplingParams
 from ostinato.cli import app
 from ostinato.engine.rerun import rerun
 from ostinato.engine.trace import MAX_TRACES, read_trace
-from ostinato.errors import TraceError
+from ostinato.errors import ConfigError, TraceError
 from ostinato.graphs import Tape
 from ostinato.padding import GraphKey
 
@@ -125,3 +125,6 @@ def test_a_directory_never_gets_too_many(recorded: Path, tmp_path: Path, make_ll
     play(llm)
     assert len(list(tmp_path.iterdir())) == MAX_TRACES
     assert len(llm.stats()["checks"]["traces"]) == 1
+    make_llm(trace_dir=str(tmp_path), shadow_rate=0.1)
+    with pytest.raises(ConfigError, match=f"holds {MAX_TRACES} traces, as many as it may"):
+        make_llm(trace_dir=str(tmp_path), trace_steps=3)

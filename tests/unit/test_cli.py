@@ -194,6 +194,12 @@ def test_generate_through_the_chat_template(llms: list[FakeLLM]) -> None:
         (["generate"], "Missing argument"),
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--system", "y"], "--system needs --chat"),
+        (["generate", "x", "--logprobs", "2"], "--logprobs needs --json"),
+        (["generate", "caf\udce9"], "not UTF-8: byte 0xe9 at character 3"),
+        (["generate", "x", "--model", ""], "model is empty"),
+        (["sreve"], "Did you mean 'serve'? See `ostinato --help`"),
+        (["serve", "--cors-origin", "chat.example"], "'chat.example', no origin"),
+        (["serve", "--served-model-name", ""], "served_model_name is empty"),
         (["generate", "x", "--zzzz"], "No such option: --zzzz; see `ostinato generate --help`"),
         (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
         (["generate", "x", "--max-tokens", "0"], "max_tokens"),
@@ -375,6 +381,15 @@ def test_every_engine_option_is_a_flag_or_given_otherwise() -> None:
 def test_every_sampling_flag_is_a_sampling_parameter() -> None:
     names = {spec.name for spec in dataclasses.fields(SamplingParams)}
     assert {flag.name for flag in SAMPLING_FLAGS} <= names
+
+
+def test_help_tells_the_defaults_that_hold() -> None:
+    defaults = {spec.name: spec.default for spec in dataclasses.fields(SamplingParams)}
+    told = {flag.name: flag.default for flag in SAMPLING_FLAGS if flag.default is not None}
+    assert told == {name: defaults[name] for name in told}
+    text = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "80"}).stdout
+    assert "(default 128)" in text
+    assert "…" not in text, "an option's choices are cut off"
 
 
 def test_public_names_are_lazy_and_exact() -> None:

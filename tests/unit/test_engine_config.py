@@ -125,6 +125,7 @@ def test_replace_keeps_the_rest() -> None:
         ("512MiB", 512 << 20),
         ("2GB", 2 * 10**9),
         ("0.5gi", 1 << 29),
+        ("1TiB", 1 << 40),
     ],
 )
 def test_sizes(value: str | int, size: int) -> None:

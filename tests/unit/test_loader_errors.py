@@ -264,6 +264,14 @@ def test_pickled_weights_are_refused(tmp_path: Path, name: str) -> None:
         weight_files(tmp_path)
 
 
+def test_gguf_is_not_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="has GGUF files only; take the safetensors checkpoint"):
+        weight_files(tmp_path)
+    with pytest.raises(ModelError, match="is a GGUF file"):
+        resolve_model(tmp_path / "model.gguf")
+
+
 def test_no_weights_at_all(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):
         weight_files(tmp_path)
@@ -335,6 +343,8 @@ def test_a_failed_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = ModuleType("huggingface_hub")
     hub.snapshot_download = snapshot_download  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    with pytest.raises(ModelError, match=r"\(no network\); did you mean 'smollm2'\? Else check the name"):
+        resolve_model("smollm-2")
     with pytest.raises(ModelError, match=r"owner/name .*\(no network\); check the name") as error:
         resolve_model("owner/name")
     assert "\n" not in str(error.value)

@@ -50,7 +50,8 @@ def _usage(error: Any) -> str:
     """The parser's message, and where to read more."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "ostinato"
-    return f"{error.format_message().rstrip('.')}; see `{path} --help`"
+    message = error.format_message().rstrip(".")
+    return f"{message}{' See' if message.endswith('?') else '; see'} `{path} --help`"
 
 
 class _BenchGroup(TyperGroup):
@@ -89,7 +90,11 @@ def _root(
         print(context.get_help())
 
 
-bench_app = typer.Typer(cls=_BenchGroup, help="Measure an engine, or a server under load.")
+bench_app = typer.Typer(
+    cls=_BenchGroup,
+    help="Measure an engine, or a server under load. `ostinato bench kernels` is short for "
+    "`ostinato bench engine kernels`; so are latency, replay, throughput and padding; nothing at all is engine.",
+)
 bench_app.command("engine")(bench.bench)
 bench_app.command("serve")(bench_serve.bench_serve)
 bench_app.command("buckets")(buckets.bench_buckets)

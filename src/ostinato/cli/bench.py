@@ -30,8 +30,9 @@ def bench(
     what: Annotated[
         str,
         typer.Argument(
-            help="What to measure; padding and kernels (which need no model) are not among all.",
-            metavar="[all|latency|replay|throughput|padding|kernels]",
+            help="What to measure: all, latency, replay, throughput, padding or kernels; padding and kernels "
+            "(which need no model) are not among all.",
+            metavar="what",
         ),
     ] = "all",
     model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
@@ -45,7 +46,7 @@ def bench(
 ) -> None:
     """Measure an engine. The last line of the output is JSON."""
     if what not in WHAT:
-        raise ConfigError(f"there is no benchmark {what!r}; choose one of {', '.join(WHAT)}")
+        raise ConfigError(f"there is no benchmark {what!r}; choose one of {', '.join(WHAT)}, serve, buckets")
     config = EngineConfig.of(model=model, **engine)
     before = os.getloadavg()
     result: dict[str, Any] = {"version": __version__}

@@ -28,7 +28,7 @@ COMMANDS = (
 
 
 @engine_flags
-@sampling_flags(without=("n", "logprobs"))
+@sampling_flags(max_tokens=DEFAULT_MAX_TOKENS, without=("n", "logprobs"))
 def chat(
     *,
     model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
@@ -83,7 +83,8 @@ def _converse(conversation: Conversation, *, typed: bool) -> None:
         elif command == "/system":
             conversation.start_over(rest)
         elif command.startswith("/"):
-            print(COMMANDS, file=sys.stderr)
+            unknown = "" if command == "/help" else f"{command} is unknown: "
+            print(unknown + COMMANDS, file=sys.stderr)
         elif command:
             _take_turn(conversation, line.strip(), typed)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from typing import Annotated, Any, Optional
 
 import typer
@@ -22,31 +22,37 @@ _TYPES: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": st
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlag:
-    """A flag for one field of `SamplingParams`; `kind` is its type, or a list of it when given repeatedly."""
+    """A flag for one field of `SamplingParams`; `kind` is its type, or a list of it when given repeatedly.
+
+    `default` repeats the field's, for the help alone.
+    """
 
     name: str
     kind: Any
     help: str
     flags: tuple[str, ...] = ()
+    default: float | None = None
 
 
 SAMPLING_FLAGS = (
     SamplingFlag("max_tokens", int, "Tokens to generate at most.", ("--max-tokens",)),
-    SamplingFlag("temperature", float, "0 for greedy; higher for more varied text.", ("--temperature", "-t")),
-    SamplingFlag("seed", int, "Seed of the sampling noise."),
-    SamplingFlag("top_p", float, "Sample from the smallest set with this probability."),
-    SamplingFlag("top_k", int, "Sample from the k likeliest tokens."),
-    SamplingFlag("min_p", float, "Drop tokens below this share of the likeliest one."),
-    SamplingFlag("repetition_penalty", float, "Over 1: avoid tokens seen in prompt and answer."),
-    SamplingFlag("presence_penalty", float, "Subtract for every token already generated."),
-    SamplingFlag("frequency_penalty", float, "Subtract per time a token was generated."),
+    SamplingFlag(
+        "temperature", float, "0 for greedy; higher for more varied text.", ("--temperature", "-t"), default=1
+    ),
+    SamplingFlag("seed", int, "Seed of the sampling noise; the same in every run when left out."),
+    SamplingFlag("top_p", float, "Sample from the smallest set with this probability.", default=1),
+    SamplingFlag("top_k", int, "Sample from the k likeliest tokens; 0 for all.", default=0),
+    SamplingFlag("min_p", float, "Drop tokens below this share of the likeliest one.", default=0),
+    SamplingFlag("repetition_penalty", float, "Over 1: avoid tokens seen in prompt and answer.", default=1),
+    SamplingFlag("presence_penalty", float, "Subtract for every token already generated.", default=0),
+    SamplingFlag("frequency_penalty", float, "Subtract per time a token was generated.", default=0),
     SamplingFlag("stop", list[str], "Stop before this text (repeatable)."),
     SamplingFlag("stop_token_ids", list[int], "Stop at this token id (repeatable).", ("--stop-token-id",)),
     SamplingFlag("include_stop_str_in_output", bool, "Keep the stop text.", ("--include-stop",)),
     SamplingFlag("ignore_eos", bool, "Go on past the end-of-sequence token.", ("--ignore-eos",)),
-    SamplingFlag("min_tokens", int, "Tokens to generate at least."),
+    SamplingFlag("min_tokens", int, "Tokens to generate at least.", default=0),
     SamplingFlag("logprobs", int, "Log-probabilities of this many alternatives per token (with --json)."),
-    SamplingFlag("n", int, "Answers to generate.", ("--n",)),
+    SamplingFlag("n", int, "Answers to generate.", ("--n",), default=1),
 )
 
 
@@ -62,10 +68,15 @@ def server_flags(command: Callable[..., None]) -> Callable[..., None]:
     return _expand(command, "server", flags)
 
 
-def sampling_flags(*, without: Iterable[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the parameter `sampling` by the sampling flags."""
+def sampling_flags(
+    *, max_tokens: int, without: Iterable[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace the parameter `sampling` by the sampling flags; `max_tokens` is the command's default."""
     left_out = frozenset(without)
-    flags = [_sampling_flag(flag) for flag in SAMPLING_FLAGS if flag.name not in left_out]
+    known = [
+        replace(flag, default=max_tokens) if flag.name == "max_tokens" else flag for flag in SAMPLING_FLAGS
+    ]
+    flags = [_sampling_flag(flag) for flag in known if flag.name not in left_out]
     return lambda command: _expand(command, "sampling", flags)
 
 
@@ -114,10 +125,10 @@ def _option_flag(spec: Field[Any], panel: str) -> _Flag:
         name = "no_" + name.removeprefix("enable_")
         text = "Do not " + text[0].lower() + text[1:]
     choices = spec.metadata["choices"]
-    notes = ["|".join(choices)] if choices else []
+    notes = [", ".join(choices)] if choices else []
     if spec.default is not None and kind is not bool:
         notes.append(f"default {spec.default}")
-    text += f" ({', '.join(notes)})" if notes else ""
+    text += f" ({'; '.join(notes)})" if notes else ""
     option = typer.Option(
         f"--{name.replace('_', '-')}", help=f"{text}.", rich_help_panel=panel, show_default=False
     )
@@ -126,5 +137,6 @@ def _option_flag(spec: Field[Any], panel: str) -> _Flag:
 
 def _sampling_flag(flag: SamplingFlag) -> _Flag:
     decls = flag.flags or (f"--{flag.name.replace('_', '-')}",)
-    option = typer.Option(*decls, help=flag.help, rich_help_panel="Sampling", show_default=False)
+    text = flag.help if flag.default is None else f"{flag.help.rstrip('.')} (default {flag.default:g})."
+    option = typer.Option(*decls, help=text, rich_help_panel="Sampling", show_default=False)
     return _Flag(flag.name, _parameter(flag.name, flag.kind, option))

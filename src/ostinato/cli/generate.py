@@ -7,6 +7,7 @@ holds one JSON object and nothing else.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from ostinato.engine.request import CompletionOutput, RequestOutput, SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
+_UNDECODED = re.compile("[\udc80-\udcff]")
+"""Bytes of stdin and arguments that are not UTF-8, as Python passes them on."""
 MODEL_HELP = "Checkpoint directory, hub id or fetched model; the bundled demo when left out."
 
 
 @engine_flags
-@sampling_flags()
+@sampling_flags(max_tokens=DEFAULT_MAX_TOKENS)
 def generate(
     *,
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads it from stdin.")],
@@ -49,6 +52,11 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text:
         raise RequestError("the prompt is empty; give some text to continue")
+    if (alien := _UNDECODED.search(text)) is not None:
+        byte, place = ord(alien.group()) - 0xDC00, alien.start()
+        raise RequestError(f"the prompt is not UTF-8: byte 0x{byte:02x} at character {place}; convert it")
+    if "logprobs" in sampling and not as_json:
+        raise RequestError("--logprobs needs --json; text has no place for them")
     from ostinato.engine.request import SamplingParams
 
     params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} | sampling))

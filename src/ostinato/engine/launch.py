@@ -274,6 +274,8 @@ def _checks(
     traces = cache_dir() / "traces" if config.trace_dir is None else Path(config.trace_dir)
     names = {"ops": kernels.ops.name, "attention": kernels.attention.name, "graph": graph}
     writer = TraceWriter(traces, directory, config, plan.topology, pool, names)
+    if config.trace_steps > 0 or (config.shadow_rate > 0 and config.trace_dir is not None):
+        writer.check(wanted=config.trace_steps > 0)
     return CheckOptions(config.shadow_rate, config.trace_steps, writer)
 
 

@@ -26,7 +26,7 @@ from ostinato import __version__
 from ostinato.config import EngineConfig
 from ostinato.engine.batch import ForwardBatch
 from ostinato.engine.shadow import CheckedStep, Named, differing_inputs, where
-from ostinato.errors import TraceError
+from ostinato.errors import ConfigError, TraceError
 from ostinato.graphs.stats import spell_key
 from ostinato.kv.pool import KVPool
 from ostinato.padding import StepMode, StepShape, align_up
@@ -59,13 +59,33 @@ class TraceWriter:
     pool: KVPool
     kernels: dict[str, str]
 
+    def check(self, *, wanted: bool) -> None:
+        """Raises ConfigError where no trace could be written; with traces `wanted`, also where there is no room."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe = self.directory / f"{os.getpid()}-rank{self.topology.rank}.part"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"replay traces cannot be written to {self.directory} ({error.strerror}); choose another trace_dir"
+            ) from error
+        if wanted and self._full():
+            raise ConfigError(
+                f"trace_dir {self.directory} holds {MAX_TRACES} traces, as many as it may; remove some, or choose "
+                "another"
+            )
+
+    def _full(self) -> bool:
+        return sum(1 for _ in self.directory.glob("*.trace")) >= MAX_TRACES
+
     def __call__(self, step: CheckedStep) -> Path | None:
         """The new file; None when the directory is full. Raises OSError when it cannot be written."""
         from safetensors import SafetensorError  # imported where it is used: a start need not wait for it
         from safetensors.torch import save_file
 
         self.directory.mkdir(parents=True, exist_ok=True)
-        if sum(1 for _ in self.directory.glob("*.trace")) >= MAX_TRACES:
+        if self._full():
             return None
         header, tensors = self._header(step), _step_tensors(step)
         pages = _pages(step.batch, self.pool)

@@ -180,6 +180,10 @@ def weight_files(directory: Path) -> list[Path]:
             f"{directory} has pickled weights only, which can run code and are never loaded; convert them to "
             "safetensors"
         )
+    if any(directory.glob("*.gguf")):
+        raise ModelError(
+            f"{directory} has GGUF files only; take the safetensors checkpoint they were made from"
+        )
     raise ModelError(f"{directory} has no model.safetensors; {_AGAIN}")
 
 

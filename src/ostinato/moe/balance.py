@@ -118,8 +118,13 @@ def read_placement(path: Path, layers: Sequence[int], num_experts: int) -> dict[
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))["slots"]
         rows = [tuple(int(e) for e in row) for row in listed]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read as an expert placement: {error!r}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); correct expert_placement") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f'{path} is no expert placement ({error}); it holds {{"slots": [[expert of each slot], ...]}}, a list for '
+            "each sparse layer"
+        ) from error
     if len(rows) != len(layers):
         raise ConfigError(
             f"{path} places experts of {len(rows)} layers, the model has {len(layers)} with experts"

@@ -64,6 +64,7 @@ class EngineClient:
         self._replies: dict[str, Reply] = {}
         self._names = count()
         self._process: EngineProcess | None = None
+        self._engine_started = 0.0
         self._task: asyncio.Task[None] | None = None
         self._readying: asyncio.Task[None] | None = None
         self._on_ready: Callable[[EngineInfo], Awaitable[None]] | None = None
@@ -106,7 +107,7 @@ class EngineClient:
     async def _run_engines(self) -> None:
         in_a_row = 0
         while True:
-            started = time.monotonic()
+            self._engine_started = started = time.monotonic()
             self._process = process = EngineProcess(self._on_event, self._module)
             await process.start(self._config)
             status = await process.wait()
@@ -221,6 +222,8 @@ class EngineClient:
             return
         if self._process is process and self.state is EngineState.STARTING:
             self.info, self.state = info, EngineState.READY
+            seconds = time.monotonic() - self._engine_started
+            print(f"ostinato: ready to answer, {seconds:.1f} s after the engine's start", file=sys.stderr)
 
     def _hand_out(self, deltas: list[SequenceDelta]) -> None:
         touched: dict[Reply, None] = {}
