@@ -92,8 +92,8 @@ def _root(
 
 bench_app = typer.Typer(
     cls=_BenchGroup,
-    help="Measure an engine, or a server under load. `ostinato bench kernels` is short for "
-    "`ostinato bench engine kernels`; so are latency, replay, throughput and padding; nothing at all is engine.",
+    help="Measure an engine, or a server under load. `ostinato bench` alone is `ostinato bench engine`, "
+    "`ostinato bench kernels` is `ostinato bench engine kernels`, and so on.",
 )
 bench_app.command("engine")(bench.bench)
 bench_app.command("serve")(bench_serve.bench_serve)
