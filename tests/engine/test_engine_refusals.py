@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ostinato import LLM, ConfigError, ModelError, OstinatoError, RequestError, SamplingParams
+from ostinato.cli import app
+from ostinato.engine.launch import locate_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 
@@ -190,3 +194,32 @@ def test_config_or_options() -> None:
 
     with pytest.raises(ConfigError, match="give either config or model and options, not both"):
         LLM(config=EngineConfig(), threads=1)
+
+
+def test_a_model_that_gives_no_numbers_answers_nothing(
+    tmp_path: Path, make_llm: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN weights: however tokens are chosen and however short the answer, it ends in error and says why."""
+    source = locate_model(None)
+    for file in source.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    (tmp_path / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    llm = make_llm(model=str(tmp_path))
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"max_tokens": 1},
+        {"logprobs": 2, "n": 2},
+        {"repetition_penalty": 1.2},
+        {"structured_outputs": {"regex": "[0-9]+"}},
+    ]
+    for way in ways:
+        for choice in llm.generate("And the", SamplingParams(**{"max_tokens": 3} | way))[0].outputs:
+            assert choice.finish_reason == "error", way
+            assert "the model's logits are no finite numbers" in str(choice.stop_reason), way
+    with pytest.raises(SystemExit) as ended:
+        app(["generate", "And the", "--model", str(tmp_path), "--threads", "1", "--dtype", "float32"])
+    assert ended.value.code == 2
+    assert "could not be finished: the model's logits are no finite" in capsys.readouterr().err

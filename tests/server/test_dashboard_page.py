@@ -91,6 +91,8 @@ def test_charts_and_chat(browser: Browser, server: Server) -> None:
     open_page(browser, server)
     wait(browser, lambda: by_id(browser, "state").text == "ready")
     wait(browser, lambda: by_id(browser, "chat-title").text == "Chat")
+    below = "return document.getElementById('chat-send').getBoundingClientRect().bottom - innerHeight"
+    assert browser.execute_script(below) <= 0, "the button to send lies below the window"
     say(browser, "It is a truth")
     wait(browser, lambda: len(answers(browser)) == 1)
     first = answers(browser)[0]

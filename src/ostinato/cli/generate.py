@@ -113,7 +113,10 @@ class Timings:
 
 
 def follow(outputs: Iterator[RequestOutput], *, echo: bool) -> tuple[RequestOutput, float]:
-    """Run a stream to its end, printing text as it comes; the last output and the time of the first token."""
+    """Run a stream to its end, printing text as it comes; the last output and the time of the first token.
+
+    Raises RequestError for an answer that ended in error.
+    """
     last: RequestOutput | None = None
     first_token: float | None = None
     sent = 0
@@ -134,6 +137,11 @@ def follow(outputs: Iterator[RequestOutput], *, echo: bool) -> tuple[RequestOutp
             sys.stdout.write("\n")
             sys.stdout.flush()
     assert last is not None, "a stream has at least its final output"
+    for choice in last.outputs:
+        if choice.finish_reason == "error":
+            raise RequestError(
+                f"the answer could not be finished: {choice.stop_reason or 'a step has failed'}"
+            )
     return last, first_token or time.perf_counter()
 
 

@@ -6,19 +6,28 @@ text. Invariant: the worker knows the tokens that are not the step's own, so the
 
 from __future__ import annotations
 
+import math
+
 from ostinato.engine.plan import ScheduledSequence
 from ostinato.engine.sampler import Sampled, SampleInput, sample, with_logprobs
 from ostinato.engine.sequence import Sequence
 from ostinato.engine.worker import StepResult, Worker
 
+NO_NUMBERS = "the model's logits are no finite numbers; its weights are damaged, or too large for this dtype (try bfloat16)"
+
 
 def choose(result: StepResult, worker: Worker) -> dict[Sequence, Sampled]:
-    """The token of each row that chooses one, in order; those that are not the step's own go back to the worker."""
+    """The token of each row that chooses one, in order; those that are not the step's own go back to the worker.
+
+    A sequence whose first token comes from NaN or an infinity gets a `problem`: what follows would mean nothing.
+    """
     chosen: dict[Sequence, Sampled] = {}
     others: list[int] = []
     for i, (row, token) in enumerate(zip(result.sampling, result.tokens, strict=True)):
         sequence = row.sequence
         chosen[sequence] = Sampled(token)
+        if not sequence.output_token_ids and not math.isfinite(result.logits[i, token]):
+            sequence.problem = NO_NUMBERS
         if sequence.bare:
             continue
         if sequence.by_step:

@@ -247,8 +247,7 @@ class Engine:
         ended = self.scheduler.commit(plan, {sequence: s.token_id for sequence, s in chosen.items()})
         for sequence, token in chosen.items():
             self._push(sequence, token)
-            if sequence.matcher is not None:
-                self._follow(sequence, sequence.matcher)
+            self._follow(sequence, sequence.matcher)
         for sequence in ended:
             self._end(sequence)
         self._tokens["generated"] += len(chosen)
@@ -264,9 +263,16 @@ class Engine:
             self.scheduler.finish(sequence, "stop")
             self._end(sequence)
 
-    def _follow(self, sequence: Sequence, matcher: Matcher) -> None:
-        """End a sequence whose form is complete, or can be followed no further."""
-        if sequence.state is not SequenceState.FINISHED and matcher.finished:
+    def _follow(self, sequence: Sequence, matcher: Matcher | None) -> None:
+        """End a sequence that has a problem, or whose form is complete or can be followed no further."""
+        if sequence.problem is not None:
+            self.scheduler.finish(sequence, "error")
+            sequence.finish_reason, sequence.stop_reason = (
+                "error",
+                sequence.problem,
+            )  # also if its token has ended it
+            self._end(sequence)
+        elif matcher is not None and sequence.state is not SequenceState.FINISHED and matcher.finished:
             reason: FinishReason = "stop" if matcher.problem is None else "error"
             self.scheduler.finish(sequence, reason, matcher.problem)
             self._end(sequence)

@@ -29,7 +29,7 @@ class Sequence:
 
     rule: temperature, top-k, top-p and min-p. by_step: the step chooses its tokens, from logits as they are; bare: and
     nothing more is asked about them. matcher: its place in the form that its request asks for; it has been told all of
-    `output_token_ids`.
+    `output_token_ids`. problem: why it cannot go on.
     """
 
     request: Request
@@ -55,6 +55,7 @@ class Sequence:
     row: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    problem: str | None = None
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:

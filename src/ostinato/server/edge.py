@@ -160,7 +160,8 @@ class Edge:
         route = scope.get("route")
         path = getattr(route, "path", None) or "other"
         self._counts[path, exchange.status] += 1
-        if self._log:
+        polled = path == "/dashboard/data" and exchange.status == 200  # by every open page, each second
+        if self._log and not polled:
             try:
                 sys.stdout.write(exchange.line() + "\n")
                 sys.stdout.flush()
