@@ -13,7 +13,9 @@ from ostinato.engine.sampler import Sampled, SampleInput, sample, with_logprobs
 from ostinato.engine.sequence import Sequence
 from ostinato.engine.worker import StepResult, Worker
 
-NO_NUMBERS = "the model's logits are no finite numbers; its weights are damaged, or overflow this dtype (try bfloat16)"
+NO_NUMBERS = (
+    "the model's logits are no finite numbers; its weights are damaged, or overflow this dtype (try bfloat16)"
+)
 
 
 def choose(result: StepResult, worker: Worker) -> dict[Sequence, Sampled]:
