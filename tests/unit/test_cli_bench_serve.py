@@ -116,6 +116,8 @@ def test_when_nothing_went_well_the_exit_code_says_so(
         (["--token-ids", "1:9", "--chat"], "do not go together"),
         (["http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
         (["--dataset", "/nowhere/x.jsonl"], "No such file"),
+        (["--out", "/nowhere/x.json"], "/nowhere/x.json cannot be written: there is no directory /nowhere"),
+        (["--plot", "/"], "/ cannot be written: it is a directory"),
     ],
 )
 def test_refusals_are_one_line(arguments: list[str], words: str) -> None:

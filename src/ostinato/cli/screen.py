@@ -1,4 +1,4 @@
-"""What commands share around the engine: opening one for the length of a block, and notes for a person.
+"""What commands share around the engine: opening one for a block, notes for a person, checks of files to write.
 
 Must not write to stdout, and imports the engine only when one is opened. Invariant: without a terminal nothing
 is written, so logs and pipes stay clean.
@@ -7,11 +7,14 @@ is written, so logs and pipes stay clean.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ostinato.engine.progress import is_interactive
+from ostinato.errors import ConfigError
 
 if TYPE_CHECKING:
     from ostinato.config import EngineConfig
@@ -24,6 +27,22 @@ def note(text: str) -> None:
         from rich.console import Console
 
         Console(stderr=True).print(text, style="dim", highlight=False, markup=False)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Before a long run whose result goes to these files. Raises ConfigError for one that could not be written."""
+    for path in paths:
+        if path is None:
+            continue
+        why = ""
+        if path.is_dir():
+            why = "it is a directory; name a file"
+        elif not path.parent.is_dir():
+            why = f"there is no directory {path.parent}; make it first"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "permission denied; choose another place"
+        if why:
+            raise ConfigError(f"{path} cannot be written: {why}")
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import typer
 
 from ostinato.cli.flags import engine_flags
 from ostinato.cli.generate import MODEL_HELP
-from ostinato.cli.screen import lasting
+from ostinato.cli.screen import check_writable, lasting
 from ostinato.config import EngineConfig
 from ostinato.engine.progress import bars, is_interactive
 from ostinato.errors import ConfigError
@@ -66,9 +66,7 @@ def verify(
 ) -> None:
     """Prove that a checkpoint in a deployment computes what it should, whatever is around a request."""
     config = EngineConfig.of(model=model, **engine)
-    for path in (as_json, html):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}; make it first")
+    check_writable(as_json, html)
     if reference not in ("auto", "off"):
         raise ConfigError(f"reference {reference!r} is unknown; give auto or off")
     with lasting():
