@@ -325,6 +325,20 @@ def test_bad_chats_are_named(server: Server, param: str, body: dict[str, Any]) -
     assert answer.json()["error"]["param"] == param
 
 
+def test_a_call_without_content_in_a_template_without_tools(server: Server) -> None:
+    """OpenAI's clients send null back; this template puts contents together as texts."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answers = [
+        server.post(
+            "/v1/chat/completions", {"messages": [*turns[:-1], turns[-1] | more], "max_tokens": 4, "seed": 3}
+        )
+        for more in ({}, {"content": ""})
+    ]
+    assert answers[0].status_code == 200, answers[0].text
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]
+
+
 def test_lengths_at_the_edge(server: Server) -> None:
     """Fault case F54: what does not fit the context of 1,024 is refused with both numbers, and nothing is cut."""
     for length in range(1016, 1026):

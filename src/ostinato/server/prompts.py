@@ -68,12 +68,24 @@ class Prompts:
                 "chat_template_kwargs", f"chat_template_kwargs may not hold {sorted(names)}; remove it"
             )
 
+        def fill(plain: list[dict[str, Any]]) -> str:
+            return self.tokenizer.chat_template.render(
+                plain, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {})
+            )
+
         def render() -> tuple[list[int], bool]:
             plain = [_plain(message) for message in messages]
             try:
-                text = self.tokenizer.chat_template.render(
-                    plain, tools=tools, add_generation_prompt=add_generation_prompt, **dict(variables or {})
-                )
+                try:
+                    text = fill(plain)
+                except RequestError:
+                    # What calls a tool may have no content; templates that know no tools want a text all the same.
+                    silent = [m for m in plain if m.get("tool_calls") and m["content"] is None]
+                    if not silent:
+                        raise
+                    for message in silent:
+                        message["content"] = ""
+                    text = fill(plain)
             except (RequestError, ModelError) as error:
                 raise bad_field("messages", str(error)) from None
             return self._encode(text, False, field="messages"), text.rstrip().endswith(OPEN)
