@@ -207,7 +207,7 @@ def test_a_model_that_gives_no_numbers_answers_nothing(
     tensors["model.norm.weight"].fill_(float("nan"))
     (tmp_path / "model.safetensors").unlink()
     save_file(tensors, tmp_path / "model.safetensors")
-    llm = make_llm(model=str(tmp_path))
+    llm = make_llm(model=tmp_path)
     ways: list[dict[str, Any]] = [
         {"temperature": 0},
         {"max_tokens": 1},

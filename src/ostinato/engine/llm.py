@@ -6,6 +6,7 @@ ends, however it ends, its requests are gone and their pages free.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as TokenIds
 from typing import Any, cast
@@ -31,11 +32,16 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, config: EngineConfig | None = None, **options: Any
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        config: EngineConfig | None = None,
+        **options: Any,
     ) -> None:
         if config is not None and (model is not None or options):
             raise ConfigError("give either config or model and options, not both")
-        self.config = config or EngineConfig.of(model=model, **options)
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        self.config = config or EngineConfig.of(model=name, **options)
         self._engine: Engine | None = None
         # Outputs that wait for their reader: several streams, and calls between them, share the engine's steps.
         self._mail: dict[str, list[RequestOutput]] = {}
