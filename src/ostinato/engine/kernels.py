@@ -7,6 +7,7 @@ kernels that were asked for and cannot run are refused, with what to change.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -134,13 +135,22 @@ def _compile_ahead(
     from ostinato.ops.cpu.compile import discard_unused
     from ostinato.ops.cpu.kernel_list import kernel_jobs
 
-    discard_unused(runtime.compiler.root)
+    compiler = runtime.compiler
+    discard_unused(compiler.root)
+    jobs = kernel_jobs(runtime.isa, dtype, mixture=mixture, quantized=config.quantization is not None)
+    if not os.access(compiler.directory, os.W_OK) and not all(compiler.has(job.name) for job in jobs):
+        print(
+            f"ostinato: compiled kernels cannot be kept in {compiler.root}, so every start compiles them anew; set "
+            "OSTINATO_CACHE_DIR to a directory that can be written",
+            file=sys.stderr,
+        )
+        return lambda: None  # other processes could not hand over what they compile
     build = BackgroundBuild(
-        kernel_jobs(runtime.isa, dtype, mixture=mixture, quantized=config.quantization is not None),
-        runtime.compiler,
+        jobs,
+        compiler,
         # One of an engine's ranks compiles for all of them, with the threads of all.
         min(runtime.pool.num_threads * (config.tp_size or config.dp_size), os.cpu_count() or 1),
         lambda done, total: report("Compiling kernels", done, total),
     )
-    runtime.compiler.pending = build
+    compiler.pending = build
     return build.finish

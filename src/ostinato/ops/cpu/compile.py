@@ -59,11 +59,14 @@ def discard_unused(root: Path, days: float = UNUSED_DAYS) -> list[str]:
     """Mark this key's directory as used, and remove those of other keys that no start has used for `days`.
 
     Returns their names. Other processes may start meanwhile: a directory vanishes at once, and who misses a file
-    compiles it anew; code that is loaded needs its file no more. What cannot be removed stays.
+    compiles it anew; code that is loaded needs its file no more. What cannot be made, marked or removed stays as it is.
     """
     mine = root / cache_key()
-    mine.mkdir(parents=True, exist_ok=True)
-    os.utime(mine)
+    with contextlib.suppress(OSError):  # a cache may be read-only, whether it holds what is needed or not
+        mine.mkdir(parents=True, exist_ok=True)
+        os.utime(mine)
+    if not root.is_dir():
+        return []
     oldest = time.time() - days * 86400
     removed = []
     for directory in root.iterdir():
@@ -127,7 +130,7 @@ class Compiler:
         return self._path(name).exists()
 
     def code(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """The object code `name`: from disk, where others that compile it have put it, or made here and kept."""
+        """The object code `name`: from disk, where others that compile it have put it, or made here and, if possible, kept."""
         code = read_code(self._path(name))
         found = code is not None
         if self.pending is not None and name in self.pending.names:
@@ -137,7 +140,10 @@ class Compiler:
         self._sources[name] = found
         if code is None:
             code = make()
-            write_code(self._path(name), code)
+            with contextlib.suppress(
+                OSError
+            ):  # a full or read-only disk costs the next start time, not this one
+                write_code(self._path(name), code)
         return code
 
     def address(self, function: Kernel, arguments: int = 1) -> Address:
