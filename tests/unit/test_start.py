@@ -186,3 +186,12 @@ def test_a_directory_removed_under_a_compiler_is_made_again(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / cache_key())
     assert compiler.address(chain_entry)
     assert compiler.has(kernel_name(chain_entry))
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    root = tmp_path / "file" / "kernels"
+    assert discard_unused(root) == []
+    compiler = Compiler(root)
+    assert compiler.address(chain_entry)
+    assert not compiler.has(kernel_name(chain_entry))

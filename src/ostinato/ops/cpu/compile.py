@@ -130,7 +130,10 @@ class Compiler:
         return self._path(name).exists()
 
     def code(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """The object code `name`: from disk, where others that compile it have put it, or made here and, if possible, kept."""
+        """The object code `name`: from disk, where others that compile it have put it, or made here and kept.
+
+        What cannot be kept, on a full or read-only disk, costs the next start time, not this one.
+        """
         code = read_code(self._path(name))
         found = code is not None
         if self.pending is not None and name in self.pending.names:
@@ -140,9 +143,7 @@ class Compiler:
         self._sources[name] = found
         if code is None:
             code = make()
-            with contextlib.suppress(
-                OSError
-            ):  # a full or read-only disk costs the next start time, not this one
+            with contextlib.suppress(OSError):
                 write_code(self._path(name), code)
         return code
 
