@@ -73,17 +73,21 @@ class LoadedCode:
 
 
 def read_code(path: Path) -> bytes | None:
-    """The code in a file, or None where there is none (any more)."""
+    """The code in a file, or None where there is none (any more), or none to read."""
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return None
 
 
 def write_code(path: Path, code: bytes) -> None:
-    """Keep code in a file; another process never sees half of it."""
+    """Keep code in a file; another process never sees half of it. Raises OSError, and then leaves nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(code)
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
