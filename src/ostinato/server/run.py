@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 import socket
@@ -55,6 +56,13 @@ class _Uvicorn(uvicorn.Server):
 
     def end(self) -> None:
         """Finish what runs and exit; a second time, exit at once."""
+        running = self._service.client.in_flight
+        if running and not self.should_exit:
+            seconds = self.config.timeout_graceful_shutdown
+            print(
+                f"ostinato: ending; completions in flight ({running}) have {seconds} s (a second signal ends at once)",
+                file=sys.stderr,
+            )
         self.force_exit = self.should_exit
         self.should_exit = True
         self._service.draining = True
@@ -65,6 +73,7 @@ def serve(config: EngineConfig, options: ServerConfig, engine_module: str = ENGI
 
     engine_module: what the engine process runs. No option of the command leads here; tests serve a broken engine by it.
     """
+    logging.basicConfig(format="ostinato: %(message)s")
     _allow_many_files()
     listener = _bind(options)
     app, service = build_app(config, options, engine_module)
