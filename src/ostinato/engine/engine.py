@@ -265,12 +265,9 @@ class Engine:
 
     def _follow(self, sequence: Sequence, matcher: Matcher | None) -> None:
         """End a sequence that has a problem, or whose form is complete or can be followed no further."""
-        if sequence.problem is not None:
+        if sequence.problem is not None:  # also if its token has ended it
             self.scheduler.finish(sequence, "error")
-            sequence.finish_reason, sequence.stop_reason = (
-                "error",
-                sequence.problem,
-            )  # also if its token has ended it
+            sequence.finish_reason, sequence.stop_reason = "error", sequence.problem
             self._end(sequence)
         elif matcher is not None and sequence.state is not SequenceState.FINISHED and matcher.finished:
             reason: FinishReason = "stop" if matcher.problem is None else "error"

@@ -27,7 +27,7 @@ _KINDS: Mapping[int, str] = {
     504: "timeout_error",
 }
 _FIELD = re.compile(r"[a-z][a-z0-9_]*")
-_WORDS = {"None": "null", "True": "true", "False": "false"}
+_WORDS: Mapping[str, str] = {"None": "null", "True": "true", "False": "false"}
 _SHOWN = 40
 """Characters of a bad value that its message repeats."""
 
