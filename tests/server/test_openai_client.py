@@ -41,6 +41,8 @@ def test_chat_stream_is_the_answer(client: openai.OpenAI) -> None:
     assert news[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in news)
     assert text == whole.choices[0].message.content
+    assert whole.system_fingerprint
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
     assert [c.choices[0].finish_reason for c in news if c.choices[0].finish_reason] == ["length"]
 
 

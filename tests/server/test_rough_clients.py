@@ -202,6 +202,7 @@ def test_a_wrong_content_type(server: Server) -> None:
 def test_unknown_paths_and_methods(server: Server) -> None:
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
+        ("POST", "/chat/completions", 404),
         ("GET", "/v1/completions", 405),
         ("PUT", "/", 405),
     ):
@@ -209,6 +210,7 @@ def test_unknown_paths_and_methods(server: Server) -> None:
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert ("allow" in answer.headers) == (status == 405)
+        assert ("begin with /v1" in answer.text) == (path == "/chat/completions")
 
 
 def test_head_is_get_without_the_body(server: Server) -> None:

@@ -261,13 +261,14 @@ def test_typed_chat_goes_on_after_errors_and_interrupts(
 ) -> None:
     from ostinato.cli import chat
 
-    lines = iter(["hello", "poison", "wait ^C", "bye"])
+    lines = iter(["/hello", "hello", "poison", "wait ^C", "bye"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or _end_of_file())
     conversation = chat.Conversation(FakeLLM(config=EngineConfig()), SamplingParams(max_tokens=8), None)
     chat._converse(conversation, typed=True)
     captured = capsys.readouterr()
     assert captured.out == "HELLO\nWAIT\nBYE\n\n"
-    assert "shorten the prompt" in captured.err
+    assert "/hello is unknown: /quit ends" in captured.err
+    assert "shorten the prompt (/reset forgets the turns so far)" in captured.err
     assert [message["content"] for message in conversation.messages] == ["hello", "HELLO", "bye", "BYE"]
 
 

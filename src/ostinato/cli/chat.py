@@ -96,7 +96,8 @@ def _take_turn(conversation: Conversation, text: str, typed: bool) -> None:
     except OstinatoError as error:
         if not typed:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        hint = " (/reset forgets the turns so far)" if conversation.messages else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
     except KeyboardInterrupt:
         if not typed:
             raise

@@ -63,6 +63,7 @@ class Completion(_Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -115,6 +116,7 @@ class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[ChatChoice]
     usage: Usage
 
@@ -135,6 +137,7 @@ class CompletionChunk(_Answer):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
 
@@ -162,6 +165,7 @@ class ChatChunk(_Answer):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 

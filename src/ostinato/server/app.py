@@ -101,6 +101,9 @@ async def _sample(service: Service) -> None:
 
 def _handle_errors(app: FastAPI) -> None:
     """Every error in OpenAI's shape."""
+    paths = frozenset(
+        getattr(route, "path", "") for route in (*routes_generate.router.routes, *routes_info.router.routes)
+    )
 
     async def problem(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -113,9 +116,10 @@ def _handle_errors(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = f"{request.method} {request.url.path}"
+        hint = "; the API's paths begin with /v1" if f"/v1{request.url.path}" in paths else ""
         allow = (error.headers or {}).get("Allow")
         message = {
-            404: f"there is no {what} here",
+            404: f"there is no {what} here{hint}",
             405: f"{what} is not allowed; use {allow}",
         }.get(error.status_code)
         return ErrorResponse(ApiError(error.status_code, message or str(error.detail), allow=allow))

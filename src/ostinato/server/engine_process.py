@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import signal
 import sys
@@ -22,13 +23,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import msgspec
+import torch
 import zmq
 
+from ostinato import __version__
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.engine.front import open_engine
 from ostinato.engine.progress import bars
 from ostinato.engine.request import SamplingParams
+from ostinato.engine.trace import checkpoint_identity
 from ostinato.errors import OstinatoError, ParallelError, RequestError
 from ostinato.server.messages import (
     LAUNCH_REFUSED,
@@ -121,7 +125,18 @@ def _info(engine: Engine) -> EngineInfo:
         ops=stats["ops"],
         threads=stats["threads"],
         chat=bool(engine.chat_template),
+        fingerprint=_fingerprint(engine, stats["ops"]),
     )
+
+
+def _fingerprint(engine: Engine, ops: str) -> str:
+    """Equal for engines that give the same bits: the same checkpoint, number format, kernels, layout and versions."""
+    config, topology = engine.config, engine.world.topology
+    layout = topology.tp, topology.dp, topology.ep
+    kernels = ops, torch.backends.cpu.get_cpu_capability(), config.attention_backend, config.gpu_products
+    formats = engine.model_config.dtype, config.quantization
+    parts = __version__, torch.__version__, checkpoint_identity(engine.directory), *layout, *kernels, *formats
+    return "fp_" + hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
 class _Loop:

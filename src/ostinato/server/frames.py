@@ -26,6 +26,7 @@ class AnswerHead:
     """What every frame of an answer repeats, and how the request wants to see it.
 
     `n` choices for each of the prompts: choice `place * n + index` is completion `index` of prompt `place`.
+    `fingerprint`: of the engine, see `EngineInfo`.
     """
 
     answer_id: str
@@ -37,6 +38,7 @@ class AnswerHead:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    fingerprint: str | None = None
 
 
 class Shape(Protocol):
@@ -74,6 +76,7 @@ class Frames:
         self._cached: dict[str, int] = {}
         self._opened: set[int] = set()
         self._fields = {"id": head.answer_id, "created": head.created, "model": head.model}
+        self._fields |= {"system_fingerprint": head.fingerprint}
         start = b"data: " + Json.encode(self._fields | {"object": shape.chunk_object})[:-1]
         self._prefix = start + b',"choices":[{"index":'
         self._no_choices = start + b',"choices":[],"usage":'

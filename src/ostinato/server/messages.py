@@ -39,7 +39,8 @@ class Stop(msgspec.Struct, tag="stop", array_like=True):
 
 class EngineInfo(msgspec.Struct):
     """What the server must know of a loaded model. Sizes in tokens; `total_tokens` is the KV pool's; `chat`: it has a
-    chat template."""
+    chat template; `fingerprint`: of all that decides an answer's bits beside its request.
+    """
 
     directory: str
     family: str
@@ -55,6 +56,7 @@ class EngineInfo(msgspec.Struct):
     ops: str
     threads: int
     chat: bool
+    fingerprint: str
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

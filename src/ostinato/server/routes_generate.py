@@ -115,6 +115,7 @@ async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParam
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         return_token_ids=bool(ask.body.return_token_ids),
+        fingerprint=None if ask.service.client.info is None else ask.service.client.info.fingerprint,
     )
     record.prompt_tokens = head.prompt_tokens
     record.user = ask.body.user or ask.body.safety_identifier

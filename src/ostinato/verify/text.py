@@ -116,7 +116,9 @@ def _verdict(report: Report, findings: list[Finding]) -> RenderableType:
         return Panel(Text(what, style="bold green"), border_style="green")
     places = Counter(_where(finding) for finding in findings)
     worst = ", ".join(place for place, _ in places.most_common(3))
-    what = f"FAILED  {len(findings)} findings in {cells} cells, {report.seconds:.0f} s. Where: {worst}."
+    found = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
+    ran_in = "1 cell" if cells == 1 else f"{cells} cells"
+    what = f"FAILED  {found} in {ran_in}, {report.seconds:.0f} s. Where: {worst}."
     return Panel(Text(what, style="bold red"), border_style="red")
 
 
