@@ -130,12 +130,14 @@ def _info(engine: Engine) -> EngineInfo:
 
 
 def _fingerprint(engine: Engine, ops: str) -> str:
-    """Equal for engines that give the same bits: the same checkpoint, number format, kernels, layout and versions."""
-    config, topology = engine.config, engine.world.topology
-    layout = topology.tp, topology.dp, topology.ep
+    """Equal for engines that give the same bits: the same checkpoint, number format, kernels and versions.
+
+    Of a layout only slices of experts bear on bits.
+    """
+    config, slices = engine.config, engine.world.topology.moe_tp
     kernels = ops, torch.backends.cpu.get_cpu_capability(), config.attention_backend, config.gpu_products
     formats = engine.model_config.dtype, config.quantization
-    parts = __version__, torch.__version__, checkpoint_identity(engine.directory), *layout, *kernels, *formats
+    parts = __version__, torch.__version__, checkpoint_identity(engine.directory), slices, *kernels, *formats
     return "fp_" + hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:12]
 
 
