@@ -65,19 +65,24 @@ def test_a_killed_engine_comes_back(start_server: StartServer, until: Until, rig
 
 
 def test_a_lost_rank_ends_the_server_that_may_not_restart(
-    start_server: StartServer, until: Until, rig: Any
+    server: Server, start_server: StartServer, until: Until, rig: Any
 ) -> None:
     """An engine of two processes dies with either; at the last allowed restart the server gives up, and says so."""
-    server = start_server("--dp", "2", "--max-restarts", "0")
-    server.wait_ready()
-    engine = server.engine_pid()
+    pair = start_server("--dp", "2", "--max-restarts", "0", "--dtype", "float32")
+    pair.wait_ready()
+    ours, theirs = (each.post("/v1/completions", SHORT).json() for each in (pair, server))
+    assert ours["choices"] == theirs["choices"]
+    assert ours["system_fingerprint"] == theirs["system_fingerprint"], (
+        "ranks with whole experts give the same bits"
+    )
+    engine, before = pair.engine_pid(), pair.metric("generation_tokens_total")
     (rank,) = rig.children(engine)
-    asked = [server.send_request("/v1/completions", LONG | {"n": 8}, close=True) for _ in range(4)]
-    until(lambda: server.metric("generation_tokens_total") > 0)
+    asked = [pair.send_request("/v1/completions", LONG | {"n": 8}, close=True) for _ in range(4)]
+    until(lambda: pair.metric("generation_tokens_total") > before)
     os.kill(rank, signal.SIGKILL)
     assert {outcome(rig.read_answer(connection))["status"] for connection in asked} == {503}
-    assert server.process.wait(30) == 1
-    assert "giving up" in server.errors.read_text()
+    assert pair.process.wait(30) == 1
+    assert "giving up" in pair.errors.read_text()
     until(lambda: not rig.is_alive(engine))
 
 
