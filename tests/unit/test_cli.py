@@ -294,6 +294,8 @@ def test_bench_ends_with_json(llms: list[FakeLLM]) -> None:
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout.splitlines()[-1])
     assert set(value) == {"version", "workload", "latency", "replay", "throughput", "machine"}
+    assert "latency: decode step, ms" in result.stdout
+    assert "throughput: output tokens a second" in result.stdout
     assert len(value["replay"]["ratio"]["rounds"]) == 2
     assert value["throughput"]["output_tokens_per_s"] > 0
     assert [llm.config.graph for llm in llms] == ["auto", "eager", "auto", "auto"]

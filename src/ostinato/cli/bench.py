@@ -18,6 +18,7 @@ from rich.table import Table
 from ostinato import __version__
 from ostinato.cli.flags import engine_flags
 from ostinato.cli.generate import MODEL_HELP
+from ostinato.cli.screen import digits
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 
@@ -87,11 +88,25 @@ def _step_table(result: dict[str, Any]) -> Table:
     table = Table("measure", "median", "least", "most", title="ostinato bench")
     for part in ("latency", "replay", "throughput", "padding"):
         for name, value in result.get(part, {}).items():
-            if isinstance(value, float):
-                table.add_row(f"{part} {name}", f"{value:.4g}")
-            elif isinstance(value, dict) and "median" in value:
-                table.add_row(f"{part} {name}", *(f"{value[key]:.4g}" for key in ("median", "least", "most")))
+            figures = [value] if isinstance(value, float) else []
+            if isinstance(value, dict) and "median" in value:
+                figures = [value[key] for key in ("median", "least", "most")]
+            if figures:
+                words, scale = _spelt(name)
+                table.add_row(f"{part}: {words}", *(digits(scale * figure) for figure in figures))
     return table
+
+
+def _spelt(name: str) -> tuple[str, float]:
+    """A figure's name for people, and what to multiply it by."""
+    words = name.replace("_", " ")
+    if name.endswith("_per_s"):
+        return f"{words.removesuffix(' per s')} a second", 1
+    if name.endswith("_s"):
+        return f"{words.removesuffix(' s')}, ms", 1000
+    if name.endswith("_share"):
+        return f"{words.removesuffix(' share')}, %", 100
+    return words, 1
 
 
 def _kernel_table(found: dict[str, Any]) -> Table:

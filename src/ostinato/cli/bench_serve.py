@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato import __version__
-from ostinato.cli.screen import check_writable
+from ostinato.cli.screen import check_writable, digits
 from ostinato.engine.progress import bars
 from ostinato.errors import ConfigError
 from ostinato.loadgen.workload import Job, RandomJobs, Span, read_jobs
@@ -221,11 +221,6 @@ def _write(
         plot.write_text(draw(outcomes, title), encoding="utf-8")
 
 
-def _digits(value: float) -> str:
-    """Four digits that count, and all before the point."""
-    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"
-
-
 def _show(result: Mapping[str, Any]) -> None:
     """Tables for people, above the JSON."""
     console = Console()
@@ -234,19 +229,19 @@ def _show(result: Mapping[str, Any]) -> None:
     rates.add_row("seconds", f"{result['seconds']:.2f}")
     rates.add_row("in flight", "{mean:.1f} on average, {most} at most".format(**result["in_flight"]))
     for name in ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s"):
-        rates.add_row(name.replace("_per_s", " a second").replace("_", " "), _digits(result[name]))
+        rates.add_row(name.replace("_per_s", " a second").replace("_", " "), digits(result[name]))
     good = result["goodput"]
     if good is not None:
         asked = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in good["limits_ms"].items())
         rates.add_row(
-            "goodput", f"{_digits(good['requests_per_s'])} requests a second ({good['share']:.1%}): {asked}"
+            "goodput", f"{digits(good['requests_per_s'])} requests a second ({good['share']:.1%}): {asked}"
         )
     console.print(rates)
     columns = ("mean", "p50", "p90", "p99", "most")
     times = Table("milliseconds", *columns)
     for name in ("ttft", "tpot", "itl", "e2e"):
         found = result[f"{name}_ms"] or {}
-        times.add_row(name.upper(), *(_digits(found[key]) if found else "–" for key in columns))
+        times.add_row(name.upper(), *(digits(found[key]) if found else "–" for key in columns))
     console.print(times)
     for kind, error in result["errors"].items():
         console.print(f"{error['count']} × {kind}: {error['first']}", markup=False, highlight=False)

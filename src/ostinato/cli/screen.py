@@ -45,6 +45,11 @@ def check_writable(*paths: Path | None) -> None:
             raise ConfigError(f"{path} cannot be written: {why}")
 
 
+def digits(value: float) -> str:
+    """A figure for people: four digits that count, and all before the point."""
+    return f"{value:.0f}" if value >= 1e4 else f"{value:.4g}"
+
+
 @contextmanager
 def lasting() -> Iterator[None]:
     """For what makes objects that stay to the end, such as importing torch: no garbage collection walks over them,
