@@ -314,7 +314,7 @@ def test_bench_padding_compares_a_wider_bucket_with_a_bucket_of_its_own(llms: li
     assert set(value) == {"version", "workload", "padding", "machine"}
     found = value["padding"]
     assert (found["tokens"], found["bucket"], len(found["ratio"]["rounds"])) == (5, 8, 2)
-    assert "padding ratio" in result.stdout
+    assert "padding: ratio" in result.stdout
     plain, padded = (found[name]["rounds"] for name in ("exact_s", "padded_s"))
     assert found["ratio"]["rounds"] == [b / 6 / (a / 5) for a, b in zip(plain, padded, strict=True)]
     assert [len(prompt) for prompt in llms[0].engine.prompts] == [5, 6] * 4, "two rounds warm up"
