@@ -195,7 +195,7 @@ def test_generate_through_the_chat_template(llms: list[FakeLLM]) -> None:
         (["generate", ""], "the prompt is empty"),
         (["generate", "x", "--system", "y"], "--system needs --chat"),
         (["generate", "x", "--logprobs", "2"], "--logprobs needs --json"),
-        (["generate", "caf\udce9"], "not UTF-8: byte 0xe9 at character 3"),
+        (["generate", "caf\udce9"], "not UTF-8: byte 3 is 0xe9"),
         (["generate", "x", "--model", ""], "model is empty"),
         (["sreve"], "Did you mean 'serve'? See `ostinato --help`"),
         (["serve", "--cors-origin", "chat.example"], "'chat.example', no origin"),

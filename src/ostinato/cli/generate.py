@@ -7,7 +7,6 @@ holds one JSON object and nothing else.
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from ostinato.engine.request import CompletionOutput, RequestOutput, SamplingParams
 
 DEFAULT_MAX_TOKENS = 128
-_UNDECODED = re.compile("[\udc80-\udcff]")
-"""Bytes of stdin and arguments that are not UTF-8, as Python passes them on."""
 MODEL_HELP = "Checkpoint directory, hub id or fetched model; the bundled demo when left out."
 
 
@@ -49,12 +46,9 @@ def generate(
     config = EngineConfig.of(model=model, **engine)
     if system is not None and not chat:
         raise RequestError("--system needs --chat; a plain prompt has no system message")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _decoded(sys.stdin.read() if prompt == "-" else prompt)
     if not text:
         raise RequestError("the prompt is empty; give some text to continue")
-    if (alien := _UNDECODED.search(text)) is not None:
-        byte, place = ord(alien.group()) - 0xDC00, alien.start()
-        raise RequestError(f"the prompt is not UTF-8: byte 0x{byte:02x} at character {place}; convert it")
     if "logprobs" in sampling and not as_json:
         raise RequestError("--logprobs needs --json; text has no place for them")
     from ostinato.engine.request import SamplingParams
@@ -74,6 +68,17 @@ def generate(
         elif params.n > 1:
             print("\n\n".join(f"[{choice.index}] {choice.text}" for choice in last.outputs))
         note(timings.line())
+
+
+def _decoded(text: str) -> str:
+    """Text from the terminal or stdin, whose bytes Python passes on as they are where it could not read them."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise RequestError(
+            f"the prompt is not UTF-8: byte {error.start} is 0x{byte:02x}; convert it"
+        ) from None
 
 
 def _ask(
