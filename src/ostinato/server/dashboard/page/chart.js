@@ -6,7 +6,7 @@
 
 import { clock, timeTicks, valueTicks } from "/dashboard/scale.js";
 
-const LEFT = 46;
+const LEFT = 54;
 const RIGHT = 8;
 const TOP = 6;
 const BOTTOM = 20;
