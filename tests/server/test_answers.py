@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_an_answers_message_can_be_sent_back(server: Server) -> None:
         assert client.chat.completions.create(messages=messages, **options).choices[0].message.content
 
 
-def test_request_ids_and_the_log(server: Server) -> None:
+def test_request_ids_and_the_log(server: Server, until: Callable[..., None]) -> None:
     given = server.post(
         "/v1/completions",
         {"prompt": PROMPT, "max_tokens": 3, "user": "ann"},
@@ -102,7 +103,12 @@ def test_request_ids_and_the_log(server: Server) -> None:
     strange = server.post("/v1/completions", {"prompt": 7}, headers={"x-request-id": "a b\tc" * 99})
     made = strange.headers["x-request-id"]
     assert made.isalnum()
-    lines = {line["request_id"]: line for line in server.requests()}
+
+    def logged() -> dict[str, Any]:
+        return {line["request_id"]: line for line in server.requests()}
+
+    until(lambda: {made, "one-2.3"} <= logged().keys())  # a line is written behind the answer
+    lines = logged()
     expected = {
         "method": "POST",
         "path": "/v1/completions",
