@@ -122,25 +122,36 @@ def test_request_ids_and_the_log(server: Server, until: Callable[..., None]) -> 
     assert lines[made]["status"] == 400
 
 
-def test_metrics(server: Server) -> None:
+def test_metrics(server: Server, until: Callable[..., None]) -> None:
+    def rows(**labels: str) -> float:
+        return float(server.metric("step_rows_total", rows="real", **labels))
+
+    def load(layer: str) -> float:
+        return float(server.metric("expert_tokens_total", layer=layer))
+
     before = {name: server.metric(name) for name in COUNTERS}
-    body = {"prompt": PROMPT, "max_tokens": 9, "n": 2, "ignore_eos": True}
+    decoded = rows(kind="decode")
+    prompt = 2 * PROMPT  # more than a page, so that the second request finds a prefix
+    body = {"prompt": prompt, "max_tokens": 9, "n": 2, "ignore_eos": True}
     server.post("/v1/completions", body)
     server.stream("/v1/completions", body | {"stream": True})
     server.wait_idle()
+    until(
+        lambda: rows(kind="decode") >= decoded + 32 and load("0") == 2 * rows()
+    )  # the engine tells once a second
     added = {name: server.metric(name) - before[name] for name in COUNTERS}
-    used = server.post("/tokenize", {"prompt": PROMPT}).json()["count"]
+    used = server.post("/tokenize", {"prompt": prompt}).json()["count"]
     assert added["generation_tokens_total"] == 36
     assert added["prompt_tokens_total"] == 2 * used
     assert added["request_success_total"] == added["time_to_first_token_seconds_count"] == 4
     assert added["e2e_request_latency_seconds_count"] == 4
     assert added["inter_token_latency_seconds_count"] == 32
-    real = server.metric("step_rows_total", rows="real")
+    real = rows()
     layers = {sample.labels["layer"] for sample in server.samples("expert_tokens_total")}
     assert real > 0
     # Two experts for each real row of each layer, pads and warm-ups never: the load's sum is exact.
     for layer in layers:
-        assert server.metric("expert_tokens_total", layer=layer) == 2 * real
+        assert load(layer) == 2 * real
         assert server.metric("expert_load_imbalance", layer=layer) >= 1
     assert server.metric("steps_total", how="replays") > 0
     assert server.metric("prefix_cache_queries_total") >= server.metric("prefix_cache_hits_total") > 0
