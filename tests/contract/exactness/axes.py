@@ -16,9 +16,21 @@ from .stage import Setting, Stage
 def together(stage: Stage, setting: Setting, parts: Sequence[Part]) -> None:
     """All at once: decode steps of every size from all of them down to one."""
     player = stage.player(setting)
+    before = player.on_graph("decode")
     stage.check("all together", setting, parts, player.play(parts))
     if setting.graph == "tape":
-        assert player.graph("decode", "replays") + player.graph("decode", "captures") > 0, setting
+        assert player.on_graph("decode") > before, setting
+
+
+def prefilled_in_bucket(stage: Stage, setting: Setting, parts: Sequence[Part]) -> None:
+    """One after the other, each prefilled whole, in the bucket that it fills or nearly fills."""
+    player = stage.player(setting)
+    for part in parts:
+        before = player.on_graph("prefill")
+        stage.check("filling a prefill bucket", setting, [part], player.play([part]))
+        assert player.on_graph("prefill") == before + 1, (
+            f"{part.name} was not prefilled on a graph, {setting}"
+        )
 
 
 def any_order(stage: Stage, setting: Setting, parts: Sequence[Part]) -> None:

@@ -76,6 +76,12 @@ class Programme:
         return *pages, 0
 
     @property
+    def growing_chunks(self) -> tuple[int, ...]:
+        """Those that cut some of `long_parts` when it is prefilled again."""
+        longest = max(len(part.prompt) + part.length for part in self.long_parts(100))
+        return tuple(pages for pages in self.chunks if pages * self.path.page < longest)
+
+    @property
     def chunk(self) -> int:
         return self.chunks[self.turn % len(self.chunks)]
 
@@ -99,11 +105,12 @@ class Programme:
     @property
     def whole(self) -> Setting:
         """Whole prompts in one prefill bucket, all captured at the start."""
+        bucket = PREFILL_BUCKETS[self.turn % len(PREFILL_BUCKETS)]
         return Setting(
             graph="tape",
             capture="startup",
             decode_buckets=(1, 3 + self.turn % 5, ENSEMBLE),
-            prefill_buckets=(PREFILL_BUCKETS[self.turn % len(PREFILL_BUCKETS)],),
+            prefill_buckets=(bucket,),
             max_prefill_tokens=(CONTEXT, 64, 4096)[self.turn % 3],
             threads=1 + (self.turn in TWO_THREADS),
         )
@@ -112,28 +119,36 @@ class Programme:
         yield self.main
         yield self.whole
         if self.exhaustive:
-            yield Setting(graph="tape", capture="startup", exact_buckets=True)
+            yield Setting(graph="tape", capture="startup", exact_buckets=True, max_running=self.size)
             for size in range(1, self.size + 1):
-                yield Setting(graph="tape", decode_buckets=(size,))
+                yield Setting(graph="tape", decode_buckets=(size,), prefill_buckets=(), shared=True)
+
+    def prefills(self) -> Iterator[tuple[Setting, int]]:
+        """Settings with one prefill bucket, and its size."""
+        assert self.whole.prefill_buckets is not None
+        yield self.whole, *self.whole.prefill_buckets
+        if self.exhaustive:
             for size in PREFILL_BUCKETS:
-                yield Setting(graph="tape", prefill_buckets=(size,))
+                yield Setting(graph="tape", prefill_buckets=(size,), shared=True), size
 
     def orders(self) -> Iterator[Setting]:
         yield self.mixed
         if not self.exhaustive:
             return
-        for graph, chunk, mixed in product(GRAPHS, self.chunks, (False, True)):
-            if chunk or not mixed:
-                yield Setting(graph=graph, chunk_pages=chunk, mixed=mixed)
+        for graph, chunk in product(GRAPHS, self.chunks):
+            yield Setting(graph=graph, chunk_pages=chunk, shared=True)
+        for chunk in self.chunks[:-1]:
+            graph = GRAPHS[(self.turn + self.chunks.index(chunk)) % 2]  # the next model takes the other one
+            yield Setting(graph=graph, chunk_pages=chunk, mixed=True, shared=True)
         for running in RUNNING:
-            yield Setting(graph="tape", chunk_pages=2, max_running=running)
+            yield Setting(graph="tape", chunk_pages=2, max_running=running, shared=True)
         yield Setting(graph="tape", chunk_pages=2, threads=2)
 
     def chunkings(self) -> Iterator[Setting]:
         yield self.main
         if self.exhaustive:
             for graph, chunk in product(GRAPHS, self.chunks):
-                yield Setting(graph=graph, chunk_pages=chunk)
+                yield Setting(graph=graph, chunk_pages=chunk, shared=True)
 
     def hit_pages(self) -> tuple[int, ...] | None:
         """Lengths of the hits; None for all."""
@@ -154,5 +169,5 @@ class Programme:
         )
         yield sample
         if self.exhaustive:
-            for graph, chunk, caching in product(GRAPHS, self.chunks, (False, True)):
-                yield replace(sample, graph=graph, chunk_pages=chunk, caching=caching)
+            for graph, chunk, caching in product(GRAPHS, self.growing_chunks, (False, True)):
+                yield replace(sample, graph=graph, chunk_pages=chunk, caching=caching, shared=True)

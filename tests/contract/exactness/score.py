@@ -86,6 +86,17 @@ def decode_sizes(parts: list[Part]) -> set[int]:
     return {sum(length > step for length in lengths) for step in range(1, max(lengths))}
 
 
+def filling(vocab: int, bucket: int) -> list[Part]:
+    """Prompts that leave a prefill bucket no pad, one, and as many as it may have; answers of two tokens."""
+    draw = random.Random(SEED + bucket)
+    lengths = {min(bucket, CONTEXT - 2), bucket - 1, -(-bucket // 2)}
+    return [
+        Part(f"fills{n}of{bucket}", tuple(draw.randrange(2, vocab) for _ in range(n)), sampling(n, 2))
+        for n in sorted(lengths)
+        if n <= CONTEXT - 2
+    ]
+
+
 def long_answers(vocab: int, count: int = 4, length: int = 30) -> list[Part]:
     """Short prompts whose answers outgrow a small cache together."""
     draw = random.Random(SEED + 1)

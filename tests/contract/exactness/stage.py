@@ -7,7 +7,7 @@ by bit as they pass. A `Stage` holds the engines of one subject and closes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from ostinato import LLM
 from ostinato.engine.admission import NewTokenRatio
+from ostinato.padding import Buckets
 
 from .paths import Subject
 from .report import Answer, Rows, compare
@@ -26,6 +27,8 @@ class Setting:
     """How an engine is set up, in what may not change a bit. Chunks in pages, 0 for whole prompts.
 
     `hopeful`: admission reserves nothing for the growth of answers, so that memory runs short all the time.
+    `shared`: played on an engine that other settings use too. What an engine reads anew at each step (limits, lists of
+    buckets) is changed between performances, so its graphs are captured once for all of them.
     """
 
     graph: str = "eager"
@@ -41,6 +44,18 @@ class Setting:
     kv_tokens: int = 16384
     threads: int = 1
     hopeful: bool = False
+    shared: bool = False
+
+    @property
+    def built(self) -> Setting:
+        """What its engine is made with."""
+        if not self.shared:
+            return self
+        kept = {
+            name: getattr(self, name)
+            for name in ("graph", "capture", "caching", "kv_tokens", "threads", "hopeful")
+        }
+        return Setting(**kept, shared=True)
 
     def __str__(self) -> str:
         default = Setting()
@@ -81,10 +96,12 @@ class Player:
     setting: Setting
     page: int
     _seen: dict[str, Rows] = field(default_factory=dict)
+    _rules: Any = None
     performances: int = 0
 
     def __post_init__(self) -> None:
         worker: Any = self.llm.engine.worker
+        self._rules = worker.rules
         execute = worker.execute
 
         def watched(plan: Any, prompt_logits: Callable[..., None]) -> Any:
@@ -99,6 +116,23 @@ class Player:
             return result
 
         worker.execute = watched
+
+    def retune(self, setting: Setting) -> None:
+        """Go on in another setting that shares this engine. Graphs of buckets that are not in its lists wait."""
+        assert setting.built == self.setting
+        worker: Any = self.llm.engine.worker
+        scheduler: Any = self.llm.engine.scheduler
+        lists = {"decode": setting.decode_buckets, "extend": setting.prefill_buckets}
+        rules = replace(self._rules, **{k: Buckets(v) for k, v in lists.items() if v is not None})
+        worker.rules, worker.coordinator = rules, replace(worker.coordinator, rules=rules)
+        scheduler.options = replace(
+            scheduler.options,
+            chunked_prefill_size=setting.chunk_pages * self.page or None,
+            mixed_prefill=setting.mixed,
+            max_running_requests=setting.max_running,
+            max_prefill_tokens=setting.max_prefill_tokens,
+        )
+        scheduler._takes_turns = scheduler.options.fair and not setting.mixed
 
     def _see(self, sequence: Any, first: int, rows: Iterable[torch.Tensor]) -> None:
         self._seen.setdefault(sequence.request.request_id, {}).update(enumerate(rows, start=first))
@@ -139,6 +173,10 @@ class Player:
         """A count of the scheduler's, such as "retractions"."""
         return int(self.llm.stats()["scheduler"].get(name, 0))
 
+    def on_graph(self, kind: str) -> int:
+        """Steps of decode or prefill that ran on a graph, or made one."""
+        return self.graph(kind, "replays") + self.graph(kind, "captures")
+
     def graph(self, kind: str, name: str) -> int:
         """A count of the decode or prefill graphs, such as "replays"."""
         return int(self.llm.stats()["graph"][kind][name])
@@ -159,17 +197,23 @@ class Stage:
 
     def player(self, setting: Setting) -> Player:
         """The engine of a setting, made when first asked for."""
-        if setting not in self._players:
-            path = self.subject.path
-            model = None if self.subject.model is None else str(self.subject.model)
-            options = {**path.options, **setting.options(path.page)}
-            llm = LLM(model, context_length=self.context, progress=False, **options)
-            if setting.hopeful:
-                llm.engine.scheduler.ratio = NewTokenRatio(conservativeness=0.0)
-            if self._tamper is not None:
-                self._tamper(llm)
-            self._players[setting] = Player(llm, setting, path.page)
-        return self._players[setting]
+        if setting.built not in self._players:
+            self._players[setting.built] = self._made(setting.built)
+        player = self._players[setting.built]
+        if setting.shared:
+            player.retune(setting)
+        return player
+
+    def _made(self, setting: Setting) -> Player:
+        path = self.subject.path
+        model = None if self.subject.model is None else str(self.subject.model)
+        options = {**path.options, **setting.options(path.page)}
+        llm = LLM(model, context_length=self.context, progress=False, **options)
+        if setting.hopeful:
+            llm.engine.scheduler.ratio = NewTokenRatio(conservativeness=0.0)
+        if self._tamper is not None:
+            self._tamper(llm)
+        return Player(llm, setting, path.page)
 
     def alone(self, parts: Sequence[Part]) -> dict[str, Answer]:
         """What each request is given by itself; computed once."""
@@ -185,10 +229,11 @@ class Stage:
 
     def forget(self, setting: Setting) -> None:
         """Close the engine of a setting; the truth stays."""
-        player = self._players.pop(setting, None)
+        player = self._players.pop(setting.built, None)
         if player is not None:
             player.llm.close()
 
     def close(self) -> None:
-        for setting in list(self._players):
-            self.forget(setting)
+        for player in self._players.values():
+            player.llm.close()
+        self._players.clear()

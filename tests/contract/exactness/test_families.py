@@ -13,8 +13,8 @@ import torch
 from . import axes
 from .paths import DEMO, FAMILIES, PATHS, subject
 from .programme import GRAPHS, PREFILL_BUCKETS, RUNNING, Programme, programmes
-from .score import ENSEMBLE, Part, decode_sizes
-from .stage import Stage
+from .score import ENSEMBLE, Part, decode_sizes, filling
+from .stage import Setting, Stage
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,9 +31,10 @@ class OnStage:
         self.programme = programme
         self.parts: list[Part] = programme.parts(stage.vocab)
 
-    def rest(self, setting: object) -> None:
+    def rest(self, setting: Setting) -> None:
         """Close the engine of a setting that nobody plays on any more."""
-        if self.programme.exhaustive and setting not in (self.programme.main, self.programme.mixed):
+        keeps = setting.shared or setting in (self.programme.main, self.programme.mixed, self.programme.whole)
+        if self.programme.exhaustive and not keeps:
             self.stage.forget(setting)
 
 
@@ -53,6 +54,12 @@ def test_together(on_stage: OnStage) -> None:
         # What goes beyond a single bucket runs eager, so few more requests than it holds are enough.
         parts = on_stage.parts[: setting.decode_buckets[0] + 2] if few else on_stage.parts
         axes.together(on_stage.stage, setting, parts)
+        on_stage.rest(setting)
+
+
+def test_prefill_buckets(on_stage: OnStage) -> None:
+    for setting, size in on_stage.programme.prefills():
+        axes.prefilled_in_bucket(on_stage.stage, setting, filling(on_stage.stage.vocab, size))
         on_stage.rest(setting)
 
 
