@@ -6,6 +6,7 @@ Skips where the checkpoints cannot be downloaded.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 
 from . import axes
 from .paths import PATHS, Subject
-from .score import Part, sampling
+from .programme import GRAPHS
+from .score import ENSEMBLE, Part, sampling
 from .stage import ALONE, Setting, Stage
 
 CONTEXT = 384
@@ -61,8 +63,17 @@ class Real:
         self.growing = [
             Part(f"grows{i}", p.prompt[:5], sampling(i, 44)) for i, p in enumerate(self.parts[:4])
         ]
-        stage.alone([*self.parts, self.long, *self.growing])
-        stage.forget(ALONE)  # one engine at a time: each holds the weights
+        words = self.long.prompt
+        self.many = [
+            Part(f"many{i}", words[7 * i : 8 * i + 1 + i % 5], sampling(i, 2 + i // 4))
+            for i in range(ENSEMBLE)
+        ]
+        self.know([*self.parts, self.long, *self.growing])
+
+    def know(self, parts: list[Part]) -> None:
+        """What these are given alone; then its engine goes. One at a time: each holds the weights."""
+        self.stage.alone(parts)
+        self.stage.forget(ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +101,34 @@ def test_mixed_steps_on_two_threads(real: Real, exhaustive: bool) -> None:
         pytest.skip("one more engine of this size is played by --exhaustive alone")
     axes.together(real.stage, MIXED, [*real.parts, real.long])
     real.stage.forget(MIXED)
+
+
+def test_every_bucket_beside_any_number_of_mates(real: Real, exhaustive: bool) -> None:
+    """Decode steps of 1 to 34 requests in every bucket that holds them."""
+    if not exhaustive:
+        pytest.skip("played by --exhaustive alone")
+    real.know(real.many)
+    setting = Setting(graph="tape", shared=True)
+    for size in range(1, ENSEMBLE + 1):
+        bucket = replace(setting, decode_buckets=(size,), prefill_buckets=())
+        axes.together(real.stage, bucket, real.many[: size + 2])
+    axes.mates(real.stage, setting, real.many, range(1, ENSEMBLE))
+    axes.any_order(real.stage, replace(setting, chunk_pages=2), real.many)
+    real.stage.forget(setting)
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_every_chunk_size(real: Real, exhaustive: bool, graph: str) -> None:
+    """All that cut the long prompt, and all whole pages of it as a hit."""
+    if not exhaustive:
+        pytest.skip("played by --exhaustive alone")
+    setting = Setting(graph=graph, shared=True)
+    for pages in range(len(real.long.prompt) // 16 + 2):
+        axes.together(real.stage, replace(setting, chunk_pages=pages), [*real.parts[:3], real.long])
+    axes.prefilled_again(real.stage, replace(setting, chunk_pages=7), [*real.parts, real.long])
+    axes.continued(real.stage, replace(setting, chunk_pages=7), [*real.parts, real.long])
+    axes.hits(real.stage, replace(setting, chunk_pages=3), real.long)
+    real.stage.forget(setting)
 
 
 def test_retraction(real: Real) -> None:
