@@ -119,7 +119,7 @@ class Programme:
         yield self.main
         yield self.whole
         if self.exhaustive:
-            yield Setting(graph="tape", capture="startup", exact_buckets=True, max_running=self.size)
+            yield Setting(graph="tape", exact_buckets=True)
             for size in range(1, self.size + 1):
                 yield Setting(graph="tape", decode_buckets=(size,), prefill_buckets=(), shared=True)
 

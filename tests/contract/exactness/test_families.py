@@ -31,6 +31,10 @@ class OnStage:
         self.programme = programme
         self.parts: list[Part] = programme.parts(stage.vocab)
 
+    def for_setting(self, setting: Setting) -> list[Part]:
+        """All requests; in the many settings of an exhaustive run every other one, the next model the others."""
+        return self.parts[self.programme.turn % 2 :: 2] if setting.shared else self.parts
+
     def rest(self, setting: Setting) -> None:
         """Close the engine of a setting that nobody plays on any more."""
         keeps = setting.shared or setting in (self.programme.main, self.programme.mixed, self.programme.whole)
@@ -50,9 +54,9 @@ def on_stage(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) 
 def test_together(on_stage: OnStage) -> None:
     """Up to 33 mates in every bucket, eager and captured, prompts whole and in chunks."""
     for setting in on_stage.programme.together():
-        few = setting.decode_buckets is not None and len(setting.decode_buckets) == 1
-        # What goes beyond a single bucket runs eager, so few more requests than it holds are enough.
-        parts = on_stage.parts[: setting.decode_buckets[0] + 2] if few else on_stage.parts
+        single = setting.decode_buckets is not None and len(setting.decode_buckets) == 1
+        # Requests that fill the bucket, then leave it.
+        parts = on_stage.parts[: setting.decode_buckets[0]] if single else on_stage.parts
         axes.together(on_stage.stage, setting, parts)
         on_stage.rest(setting)
 
@@ -65,7 +69,7 @@ def test_prefill_buckets(on_stage: OnStage) -> None:
 
 def test_any_order(on_stage: OnStage) -> None:
     for setting in on_stage.programme.orders():
-        axes.any_order(on_stage.stage, setting, on_stage.parts)
+        axes.any_order(on_stage.stage, setting, on_stage.for_setting(setting))
         on_stage.rest(setting)
 
 
@@ -81,8 +85,9 @@ def test_prefix_hits(on_stage: OnStage) -> None:
 def test_decoded_or_prefilled(on_stage: OnStage) -> None:
     """Whatever was decoded, prefilled again as part of a longer prompt."""
     for setting in on_stage.programme.chunkings():
-        axes.prefilled_again(on_stage.stage, setting, on_stage.parts)
-        axes.continued(on_stage.stage, setting, on_stage.parts)
+        parts = on_stage.for_setting(setting)
+        axes.prefilled_again(on_stage.stage, setting, parts)
+        axes.continued(on_stage.stage, setting, parts)
         on_stage.rest(setting)
 
 

@@ -65,7 +65,7 @@ class Real:
         ]
         words = self.long.prompt
         self.many = [
-            Part(f"many{i}", words[7 * i : 8 * i + 1 + i % 5], sampling(i, 2 + i // 4))
+            Part(f"many{i}", words[7 * i : 8 * i + 1 + i % 5], sampling(i, 2 + 7 * i % ENSEMBLE // 4))
             for i in range(ENSEMBLE)
         ]
         self.know([*self.parts, self.long, *self.growing])
@@ -103,31 +103,33 @@ def test_mixed_steps_on_two_threads(real: Real, exhaustive: bool) -> None:
     real.stage.forget(MIXED)
 
 
-def test_every_bucket_beside_any_number_of_mates(real: Real, exhaustive: bool) -> None:
-    """Decode steps of 1 to 34 requests in every bucket that holds them."""
+def test_every_bucket_and_number_of_mates(real: Real, exhaustive: bool) -> None:
+    """1 to 34 requests that fill a bucket, then leave it; in one of default buckets, in any order."""
     if not exhaustive:
         pytest.skip("played by --exhaustive alone")
     real.know(real.many)
     setting = Setting(graph="tape", shared=True)
     for size in range(1, ENSEMBLE + 1):
         bucket = replace(setting, decode_buckets=(size,), prefill_buckets=())
-        axes.together(real.stage, bucket, real.many[: size + 2])
-    axes.mates(real.stage, setting, real.many, range(1, ENSEMBLE))
+        axes.together(real.stage, bucket, real.many[:size])
     axes.any_order(real.stage, replace(setting, chunk_pages=2), real.many)
     real.stage.forget(setting)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_every_chunk_size(real: Real, exhaustive: bool, graph: str) -> None:
-    """All that cut the long prompt, and all whole pages of it as a hit."""
+    """All that cut the long prompt, and all whole pages of it as a hit; some of them eager."""
     if not exhaustive:
         pytest.skip("played by --exhaustive alone")
     setting = Setting(graph=graph, shared=True)
-    for pages in range(len(real.long.prompt) // 16 + 2):
+    every = range(len(real.long.prompt) // 16 + 2)
+    for pages in every if graph == "tape" else (0, 1, 3, 8, 18):
         axes.together(real.stage, replace(setting, chunk_pages=pages), [*real.parts[:3], real.long])
     axes.prefilled_again(real.stage, replace(setting, chunk_pages=7), [*real.parts, real.long])
-    axes.continued(real.stage, replace(setting, chunk_pages=7), [*real.parts, real.long])
-    axes.hits(real.stage, replace(setting, chunk_pages=3), real.long)
+    axes.continued(real.stage, replace(setting, chunk_pages=7), [*real.growing, real.long])
+    axes.hits(
+        real.stage, replace(setting, chunk_pages=3), real.long, every[::3] if graph == "eager" else None
+    )
     real.stage.forget(setting)
 
 
