@@ -61,6 +61,8 @@ def test_the_path_to_the_fault_is_the_bodys(fields: dict[str, Any], param: str) 
     [
         ({"store": True}, "store must be false, got true"),
         ({"metadata": {"a": "b"}}, "metadata is not supported here; remove it"),
+        ({"messages": []}, "messages must hold at least 1, got 0"),
+        ({"stop": ["a"] * 99}, "stop must hold at most 64, got 99"),
         ({"web_search_options": {}}, "web_search_options is not supported here; remove it"),
         ({"modalities": ["audio"]}, "modalities[0] must be 'text', got \"audio\""),
         (

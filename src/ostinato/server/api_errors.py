@@ -96,12 +96,14 @@ def from_request_error(error: RequestError, fields: Sequence[str], default: str 
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """A 400 from pydantic's errors about a body: of a union's complaints, the one that got furthest into it."""
+    """A 400 from pydantic's errors about a body: of a union's complaints, the one that got furthest into it, and
+    there one about a value of the right type.
+    """
 
     def path(error: Mapping[str, Any]) -> list[str | int]:
         return _path(error["loc"], body, missing=error["type"] == "missing")
 
-    error = max(errors, key=lambda e: len(path(e)))
+    error = max(errors, key=lambda e: (len(path(e)), not e["type"].endswith("_type")))
     return bad_field(spell(path(error)), _message(error, spell(path(error))))
 
 
@@ -116,6 +118,12 @@ def _message(error: Mapping[str, Any], param: str | None) -> str:
         return f"{param} is missing; give it"
     if kind in ("extra_forbidden", "none_required") or context.get("max_length") == 0:
         return f"{param} is not supported here; remove it"
+    if kind in ("too_short", "too_long"):
+        bound = (
+            f"at least {context['min_length']}" if kind == "too_short" else f"at most {context['max_length']}"
+        )
+        count = context["actual_length"]
+        return f"{param} must hold {bound}, got {'more' if count is None else count}"
     if kind == "value_error":
         return f"{param} {context['error']}"
     if kind == "literal_error":
