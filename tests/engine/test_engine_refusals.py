@@ -196,16 +196,36 @@ def test_config_or_options() -> None:
         LLM(config=EngineConfig(), threads=1)
 
 
+def copied(directory: Path, name: str) -> Path:
+    """The demo checkpoint, as links to its files but for the one that is to be another."""
+    source = locate_model(None)
+    for file in source.iterdir():
+        if file.name != name:
+            (directory / file.name).symlink_to(file)
+    return source
+
+
+def test_what_a_checkpoint_recommends(tmp_path: Path, make_llm: Any) -> None:
+    """It holds for what is not given, unless the checkpoint does not sample; what cannot work names the file."""
+    copied(tmp_path, "generation_config.json")
+    advice = tmp_path / "generation_config.json"
+    advice.write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 1}')
+    llm = make_llm(model=tmp_path)
+    assert llm.sampling_params(top_k=5, n=2) == SamplingParams(temperature=0.6, top_k=5, n=2)
+    advice.write_text('{"do_sample": false, "temperature": 0.6}')
+    assert llm.sampling_params() == SamplingParams()
+    advice.write_text('{"top_k": -5}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: top_k must be between 0 and"):
+        llm.sampling_params()
+
+
 def test_a_model_that_gives_no_numbers_answers_nothing(
     tmp_path: Path, make_llm: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """NaN weights: however tokens are chosen and however short the answer, it ends in error and says why."""
-    source = locate_model(None)
-    for file in source.iterdir():
-        (tmp_path / file.name).symlink_to(file)
+    source = copied(tmp_path, "model.safetensors")
     tensors = load_file(source / "model.safetensors")
     tensors["model.norm.weight"].fill_(float("nan"))
-    (tmp_path / "model.safetensors").unlink()
     save_file(tensors, tmp_path / "model.safetensors")
     llm = make_llm(model=tmp_path)
     ways: list[dict[str, Any]] = [

@@ -38,6 +38,9 @@ class FakeLLM:
         self.engine = FakeEngine()
         self.made.append(self)
 
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        return SamplingParams(**given)
+
     def generate_stream(self, prompt: Any, params: SamplingParams) -> Iterator[SimpleNamespace]:
         self.asked.append(prompt)
         self.params.append(params)

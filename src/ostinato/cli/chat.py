@@ -40,13 +40,14 @@ def chat(
     config = EngineConfig.of(model=model, **engine)
     from ostinato.engine.request import SamplingParams
 
-    params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} | sampling))
+    given = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling
+    SamplingParams(**given)  # refused here, before anything is loaded
     with open_engine(config) as llm:
         typed = sys.stdin.isatty()
         if typed:
             _line_editing()
             note(COMMANDS)
-        _converse(Conversation(llm, params, system), typed=typed)
+        _converse(Conversation(llm, llm.sampling_params(**given), system), typed=typed)
 
 
 class Conversation:

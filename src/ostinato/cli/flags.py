@@ -24,7 +24,7 @@ _TYPES: Mapping[str, Any] = {"int": int, "float": float, "bool": bool, "str": st
 class SamplingFlag:
     """A flag for one field of `SamplingParams`; `kind` is its type, or a list of it when given repeatedly.
 
-    `default` repeats the field's, for the help alone.
+    `default` repeats the field's, for the help alone; `advised`: the checkpoint's recommendation goes before it.
     """
 
     name: str
@@ -32,18 +32,34 @@ class SamplingFlag:
     help: str
     flags: tuple[str, ...] = ()
     default: float | None = None
+    advised: bool = False
 
 
 SAMPLING_FLAGS = (
     SamplingFlag("max_tokens", int, "Tokens to generate at most.", ("--max-tokens",)),
     SamplingFlag(
-        "temperature", float, "0 for greedy; higher for more varied text.", ("--temperature", "-t"), default=1
+        "temperature",
+        float,
+        "0 for greedy; higher for more varied text.",
+        ("--temperature", "-t"),
+        default=1,
+        advised=True,
     ),
     SamplingFlag("seed", int, "Seed of the sampling noise; the same in every run when left out."),
-    SamplingFlag("top_p", float, "Sample from the smallest set with this probability.", default=1),
-    SamplingFlag("top_k", int, "Sample from the k likeliest tokens; 0 for all.", default=0),
-    SamplingFlag("min_p", float, "Drop tokens below this share of the likeliest one.", default=0),
-    SamplingFlag("repetition_penalty", float, "Over 1: avoid tokens seen in prompt and answer.", default=1),
+    SamplingFlag(
+        "top_p", float, "Sample from the smallest set with this probability.", default=1, advised=True
+    ),
+    SamplingFlag("top_k", int, "Sample from the k likeliest tokens; 0 for all.", default=0, advised=True),
+    SamplingFlag(
+        "min_p", float, "Drop tokens below this share of the likeliest one.", default=0, advised=True
+    ),
+    SamplingFlag(
+        "repetition_penalty",
+        float,
+        "Over 1: avoid tokens seen in prompt and answer.",
+        default=1,
+        advised=True,
+    ),
     SamplingFlag("presence_penalty", float, "Subtract for every token already generated.", default=0),
     SamplingFlag("frequency_penalty", float, "Subtract per time a token was generated.", default=0),
     SamplingFlag("stop", list[str], "Stop before this text (repeatable)."),
@@ -137,6 +153,9 @@ def _option_flag(spec: Field[Any], panel: str) -> _Flag:
 
 def _sampling_flag(flag: SamplingFlag) -> _Flag:
     decls = flag.flags or (f"--{flag.name.replace('_', '-')}",)
-    text = flag.help if flag.default is None else f"{flag.help.rstrip('.')} (default {flag.default:g})."
+    text = flag.help
+    if flag.default is not None:
+        advice = "the checkpoint's, or " if flag.advised else ""
+        text = f"{text.rstrip('.')} (default {advice}{flag.default:g})."
     option = typer.Option(*decls, help=text, rich_help_panel="Sampling", show_default=False)
     return _Flag(flag.name, _parameter(flag.name, flag.kind, option))

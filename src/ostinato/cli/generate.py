@@ -53,13 +53,15 @@ def generate(
         raise RequestError("--logprobs needs --json; text has no place for them")
     from ostinato.engine.request import SamplingParams
 
-    params = SamplingParams(**({"max_tokens": DEFAULT_MAX_TOKENS} | sampling))
+    given = {"max_tokens": DEFAULT_MAX_TOKENS} | sampling
+    SamplingParams(**given)  # refused here, before anything is loaded
     with lasting():
         import ostinato.engine.llm  # noqa: F401  (so that loading the model is timed without loading torch)
 
     started = time.perf_counter()
     with open_engine(config) as llm:
         loaded = time.perf_counter()
+        params = llm.sampling_params(**given)
         outputs = _ask(llm, text, params, chat=chat, system=system)
         last, first_token = follow(outputs, echo=not as_json and params.n == 1)
         timings = Timings.of(last, started, loaded, first_token, time.perf_counter())

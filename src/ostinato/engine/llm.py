@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as TokenIds
+from dataclasses import replace
 from typing import Any, cast
 
 from ostinato.config import EngineConfig
@@ -16,7 +17,8 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.front import open_engine
 from ostinato.engine.progress import bars
 from ostinato.engine.request import RequestOutput, SamplingParams
-from ostinato.errors import ConfigError, RequestError
+from ostinato.errors import ConfigError, ModelError, RequestError
+from ostinato.models.config import recommended_sampling
 from ostinato.text.tokenizer import Tokenizer
 
 Prompt = str | TokenIds[int]
@@ -58,6 +60,20 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """Parameters with what the checkpoint's `generation_config.json` recommends in place of what is not given.
+
+        Raises ModelError for a recommendation that cannot work.
+        """
+        params = SamplingParams(**given)
+        advice = recommended_sampling(self.engine.directory)
+        try:
+            return replace(params, **{name: value for name, value in advice.items() if name not in given})
+        except RequestError as error:
+            raise ModelError(
+                f"{self.engine.directory / 'generation_config.json'}: {error}; correct it"
+            ) from None
 
     def generate(
         self,

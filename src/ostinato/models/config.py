@@ -24,6 +24,7 @@ from ostinato.models.raw import RawConfig
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SILU = ("silu", "swish")
 
 
@@ -105,6 +106,18 @@ def read_config(path: str | Path, *, dtype: torch.dtype | None = None) -> ModelC
         origin=str(directory / "config.json"),
     )
     return config if dtype is None else replace(config, dtype=dtype)
+
+
+def recommended_sampling(directory: Path) -> dict[str, Any]:
+    """What a checkpoint's `generation_config.json` says about sampling, as fields of `SamplingParams`.
+
+    Nothing where it says `do_sample: false`, which switches the others off. Raises ModelError for a damaged file.
+    """
+    file = directory / "generation_config.json"
+    raw = _read_json(file) if file.is_file() else {}
+    if raw.get("do_sample") is False:
+        return {}
+    return {name: raw[name] for name in _RECOMMENDED if raw.get(name) is not None}
 
 
 def parse_config(
