@@ -1,8 +1,8 @@
 """The least time a step can take: the bytes it must read and the multiply-adds it must do, over what the machine can.
 
-From a checkpoint's config alone, for bf16 weights. Knows nothing of engines. Invariant: only what no engine can avoid
-is counted, so a share of the limit is never flattered: weights once a step, each active expert once, the KV cache
-once, no activations.
+From a checkpoint's config alone, for bf16 weights, or weights that are stored in fewer bytes. Knows nothing of engines.
+Invariant: only what no engine with weights of that size can avoid is counted, so a share of the limit is never
+flattered: weights once a step, each active expert once, the KV cache once, no activations.
 """
 
 from __future__ import annotations
@@ -48,10 +48,13 @@ class Costs:
             queries=layers * queries,
         )
 
-    def num_bytes(self, active_experts: float, kv_tokens: float) -> float:
-        """Read by one step with so many different experts in each layer, over so many tokens of KV."""
+    def num_bytes(self, active_experts: float, kv_tokens: float, stored: float = 1.0) -> float:
+        """Read by one step with so many different experts in each layer, over so many tokens of KV.
+
+        stored: bytes of the weights as a share of their bf16 bytes.
+        """
         weights = self.body + self.head + self.layers * active_experts * self.expert
-        return WEIGHT_BYTES * (weights + self.kv_per_token * kv_tokens)
+        return WEIGHT_BYTES * (stored * weights + self.kv_per_token * kv_tokens)
 
     def operations(self, tokens: int, sampled: int, pairs: float) -> float:
         """Of a step over so many tokens, of which `sampled` pass the head, with so many (query, key) pairs."""
@@ -60,20 +63,25 @@ class Costs:
 
 
 def decode_seconds(
-    costs: Costs, batch: int, kv_tokens: float, active_experts: float | None, ceilings: Mapping[str, float]
+    costs: Costs,
+    batch: int,
+    kv_tokens: float,
+    active_experts: float | None,
+    ceilings: Mapping[str, float],
+    stored: float = 1.0,
 ) -> float | None:
     """Least seconds of a decode step; `kv_tokens` is one row's context. None when the active experts are not known."""
     if costs.num_experts and batch == 1:
         active_experts = costs.top_k
     if costs.num_experts and active_experts is None:
         return None
-    moved = costs.num_bytes(active_experts or 0.0, batch * kv_tokens)
+    moved = costs.num_bytes(active_experts or 0.0, batch * kv_tokens, stored)
     done = costs.operations(batch, batch, batch * kv_tokens)
     return max(moved / ceilings["bytes"], done / ceilings["operations"])
 
 
-def prefill_seconds(costs: Costs, tokens: int, ceilings: Mapping[str, float]) -> float:
+def prefill_seconds(costs: Costs, tokens: int, ceilings: Mapping[str, float], stored: float = 1.0) -> float:
     """Least seconds until the first token of a prompt."""
     done = costs.operations(tokens, 1, tokens * (tokens + 1) / 2)
-    moved = costs.num_bytes(min(costs.num_experts, tokens * costs.top_k), tokens)
+    moved = costs.num_bytes(min(costs.num_experts, tokens * costs.top_k), tokens, stored)
     return max(moved / ceilings["bytes"], done / ceilings["operations"])

@@ -88,7 +88,10 @@ def load(request: Request) -> tuple[Ostinato, Mapping[str, str]]:
     engine = Ostinato(request)
     stats: dict[str, Any] = engine.llm.stats()
     versions = {"ostinato": __version__, "torch": torch.__version__, "numba": numba.__version__}
-    return engine, versions | {"ops": str(stats["ops"]), "graphs": str(stats["backend"])}
+    weights = stats["weights"]
+    stored = 1.0 if weights is None else weights["stored_bytes"] / weights["uncoded_bytes"]
+    how = {"ops": str(stats["ops"]), "graphs": str(stats["backend"]), "weights stored": f"{stored:.3f}"}
+    return engine, versions | how
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ KERNELS = ("auto", "numba", "triton", "reference")
 PRODUCTS = ("exact", "library")
 ISAS = ("auto", "avx512_bf16", "portable")
 QUANTIZATIONS = ("int8",)
+WEIGHT_CODINGS = ("auto", "plain")
 DISPATCHES = ("gathered", "sharded", "all_to_all", "all_to_all_fixed")
 TRANSPORTS = ("auto", "shm", "gloo")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -54,6 +55,11 @@ class EngineConfig:
     dtype: str = _option("auto", "Weights and activations; auto takes the checkpoint's", choices=DTYPES)
     quantization: str | None = _option(
         None, "Keep and multiply weights as int8, all but routers and head", choices=QUANTIZATIONS
+    )
+    weight_coding: str = _option(
+        "auto",
+        "How bf16 weights are kept on CPU: lossless at 12 bits where kernels can decode them (auto), or plain",
+        choices=WEIGHT_CODINGS,
     )
     device: str = _option("auto", "Where to run; auto is the CPU", choices=DEVICES)
     kernels: str = _option("auto", "Compiled kernels, or plain torch as the reference", choices=KERNELS)

@@ -60,7 +60,7 @@ def record(bench: Any, tiny: Any) -> dict[str, Any]:
         "date": "2026-01-01",
         "machine": bench("machine").describe(),
         "threads": 2,
-        "versions": {},
+        "versions": {"ostinato": {"weights stored": "0.8"}},
         "active_experts": {"decode b1": 2.0},
         "turns": [
             turn(0, 1.0, kept=False),
@@ -131,6 +131,9 @@ def test_ratios_are_of_turns_that_count_to_the_best_mode(bench: Any, record: dic
     assert (case.turns, case.discarded) == (3, 1)
     assert case.ratios == {"transformers": [8 / 4, 6 / 5, 12 / 8]}
     assert len(case.shares) == 3
+    assert all(
+        0.8 < stored / share < 1 for stored, share in zip(case.stored_shares, case.shares, strict=True)
+    )
 
 
 def test_table_and_plot(bench: Any, record: dict[str, Any], tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_table_and_plot(bench: Any, record: dict[str, Any], tmp_path: Path) -> N
 def test_a_case_without_turns_shows_none(bench: Any, record: dict[str, Any]) -> None:
     record["turns"] = [turn(1, 8.0, kept=False)]
     report = bench("report")
-    assert "| decode b1 | – | – | – | – | – | 0 (+1 discarded) |" in report.section(record)
+    assert "| decode b1 | – | – | – | – | – | – | 0 (+1 discarded) |" in report.section(record)
     ElementTree.fromstring(report.plot([record]))
 
 

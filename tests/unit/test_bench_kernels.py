@@ -6,6 +6,7 @@ import pytest
 
 from ostinato.cli.kernels import KernelShapes, measure_kernels
 from ostinato.config import EngineConfig
+from ostinato.ops.cpu.isa import select_isa
 
 TINY = KernelShapes(
     hidden=64,
@@ -26,7 +27,7 @@ TINY = KernelShapes(
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_every_kernel_is_measured(quantization: str | None) -> None:
-    config = EngineConfig.of(quantization=quantization, threads=1)
+    config = EngineConfig.of(quantization=quantization, threads=1, weight_coding="plain")
     found = measure_kernels(config, 2, TINY)
     assert found["threads"] == 1
     assert found["isa"] in ("avx512_bf16", "portable")
@@ -44,3 +45,15 @@ def test_every_kernel_is_measured(quantization: str | None) -> None:
     assert len(found["kernels"]) == 5
     assert all(len(k["share"]["rounds"]) == 2 and k["share"]["least"] > 0 for k in found["kernels"].values())
     assert set(found["operations_per_s"]) == {"bf16", name}
+
+
+def test_bytes_are_counted_as_they_are_stored() -> None:
+    if not select_isa().byte_tables:
+        pytest.skip("this CPU cannot decode weights as it multiplies")
+    found = measure_kernels(EngineConfig.of(threads=1), 1, TINY)
+    assert found["weight_coding"] == "12 bits"
+    linear = found["kernels"]["linear bf16 at 12 bits 64x64, 3 rows"]
+    header = 64
+    assert linear["bytes"] >= 1.5 * 64 * 64 + 2 * header
+    assert linear["bytes"] < 1.6 * 64 * 64 + 2 * header
+    assert linear["operations"] == 2 * 3 * 64 * 64

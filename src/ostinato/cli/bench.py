@@ -111,7 +111,8 @@ def _spelt(name: str) -> tuple[str, float]:
 
 def _kernel_table(found: dict[str, Any]) -> Table:
     """Medians, and the share of the ceiling with its extremes."""
-    title = f"CPU kernels: {found['isa']}, {found['threads']} threads"
+    how = f"{found['threads']} threads, weights {found['weight_coding']}, bytes as stored"
+    title = f"CPU kernels: {found['isa']}, {how}"
     table = Table("kernel", "us", "GB/s", "GFLOP/s", "of ceiling", "least", "most", title=title)
     peaks = ", ".join(
         f"{peak['median'] / 1e9:.0f} {name}" for name, peak in found["operations_per_s"].items()

@@ -2,8 +2,8 @@
 
 Every round measures the ceilings (reading memory, multiply-adds in registers) and all kernels in turn; a kernel's
 share is its ratio to the ceiling of the same round, where the ceiling is the slower of moving its bytes and doing its
-arithmetic. Knows nothing of models. Invariant: only bytes and operations that nobody can avoid are counted, so a share
-is never flattered, and no kernel finds its weights in a cache.
+arithmetic. Knows nothing of models. Invariant: only operations that nobody can avoid are counted, bytes of weights are
+those stored (fewer where they are coded, which makes a share harder to reach), and no kernel finds them in a cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,16 +25,17 @@ from ostinato.engine.progress import bars
 from ostinato.errors import ConfigError
 from ostinato.kv.pool import KVLayout, KVPool
 from ostinato.ops.cpu.ceilings import arithmetic_ceiling, read_ceiling
+from ostinato.ops.cpu.coded_packing import CodedPacker
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
-from ostinato.ops.cpu.huge_pages import prefer_huge_pages
+from ostinato.ops.cpu.huge_pages import mapped_zeros, prefer_huge_pages
 from ostinato.ops.cpu.launch import Launch, Runtime, open_runtime
 from ostinato.ops.cpu.linear import Linear, LinearWeights
-from ostinato.ops.cpu.packing import Panels, empty_panels, pack_bias
+from ostinato.ops.cpu.packing import Packer, Panels, pack_bias
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.padding import StepMode
 
 COLD_BYTES = 256 << 20  # what a kernel walks through, so that nothing is in a cache when its turn comes
-_TWO_SMALL_NUMBERS = 0x3C003C00  # of bf16; any weights will do
+_DRAWN_ROWS = 512  # of weights; then they repeat
 _NAMES = ((torch.bfloat16, "bf16"), (torch.int8, "int8"))
 
 
@@ -86,21 +87,45 @@ def measure_kernels(
         runtime = open_runtime(isa=isa, num_threads=config.threads or os.cpu_count())
     shapes = shapes or KernelShapes()
     dtype = torch.int8 if config.quantization == "int8" else torch.bfloat16
+    codes = config.weight_coding == "auto" and runtime.isa.byte_tables
+    packer = CodedPacker(runtime) if codes else Packer(runtime)
     cases = [
-        *linear_cases(runtime, dtype, shapes),
-        *expert_cases(runtime, dtype, shapes),
+        *linear_cases(runtime, packer, dtype, shapes),
+        *expert_cases(runtime, packer, dtype, shapes),
         *attention_cases(runtime, shapes),
     ]
     measured = _measure(runtime, cases, rounds, shapes.cold_bytes)
-    return {"isa": runtime.isa.name, "threads": runtime.pool.num_threads} | measured
+    found = {"isa": runtime.isa.name, "threads": runtime.pool.num_threads}
+    return found | {"weight_coding": "12 bits" if codes else "plain"} | measured
 
 
-def _filled(panels: Panels) -> Panels:
-    panels.words.fill_(_TWO_SMALL_NUMBERS)
-    return panels
+def _packed(
+    packer: Packer, dtype: torch.dtype, *shape: int, gated: bool = False, copies: int
+) -> list[Panels]:
+    """Weights as networks have them (Gaussian), several times over."""
+    *matrices, rows, columns = shape
+    drawn = 0.02 * torch.randn(min(rows, _DRAWN_ROWS), columns, generator=torch.Generator().manual_seed(rows))
+    weight = drawn.bfloat16().repeat(*matrices, -(-rows // len(drawn)), 1)[..., :rows, :]
+    one = packer.pack(weight, gated=gated, dtype=dtype)
+    made = [one]
+    for _ in range(copies - 1):
+        words = mapped_zeros(one.words.shape, torch.int32, huge=True)
+        made.append(replace(one, words=words.copy_(one.words)))
+    return made
 
 
-def linear_cases(runtime: Runtime, dtype: torch.dtype, shapes: KernelShapes) -> Iterator[Case]:
+def _weight_bytes(panels: Panels, size: int) -> float:
+    """Of so many values: as they are stored, without the padding of plain panels."""
+    return panels.nbytes if panels.coded else panels.dtype.itemsize * size
+
+
+def _name(panels: Panels) -> str:
+    return dict(_NAMES)[panels.dtype] + (" at 12 bits" if panels.coded else "")
+
+
+def linear_cases(
+    runtime: Runtime, packer: Packer, dtype: torch.dtype, shapes: KernelShapes
+) -> Iterator[Case]:
     """A projection, and the head (bf16 whatever the other weights are)."""
     kernel = Linear(runtime, Scratch())
     kinds = (
@@ -110,27 +135,27 @@ def linear_cases(runtime: Runtime, dtype: torch.dtype, shapes: KernelShapes) -> 
     for name, outputs, kind, row_counts in kinds:
         size = outputs * shapes.hidden
         copies = max(2, shapes.cold_bytes // (size * kind.itemsize))
-        packed = [_filled(empty_panels(1, outputs, shapes.hidden, kind)) for _ in range(copies)]
+        packed = _packed(packer, kind, outputs, shapes.hidden, copies=copies)
         weights = [LinearWeights(panels, pack_bias(None, panels), torch.float32) for panels in packed]
         for rows in row_counts:
             x, out = torch.randn(rows, shapes.hidden).bfloat16(), torch.empty(rows, outputs)
             launches = tuple(kernel.bind(x, weight, out) for weight in weights)
-            title = f"{name} {dict(_NAMES)[kind]} {outputs}x{shapes.hidden}, {rows} rows"
-            yield Case(title, kind, launches, kind.itemsize * size, 2 * size * rows)
+            title = f"{name} {_name(packed[0])} {outputs}x{shapes.hidden}, {rows} rows"
+            yield Case(title, kind, launches, _weight_bytes(packed[0], size), 2 * size * rows)
 
 
-def expert_cases(runtime: Runtime, dtype: torch.dtype, shapes: KernelShapes) -> Iterator[Case]:
+def expert_cases(
+    runtime: Runtime, packer: Packer, dtype: torch.dtype, shapes: KernelShapes
+) -> Iterator[Case]:
     """All experts of a layer, rows routed at random."""
     kernel = MoeExperts(runtime, Scratch())
     hidden, inner, experts = shapes.hidden, shapes.intermediate, shapes.experts
     size = 3 * hidden * inner
-    layers = [
-        ExpertWeights(
-            _filled(empty_panels(experts, 2 * inner, hidden, dtype, gated=True)),
-            _filled(empty_panels(experts, hidden, inner, dtype)),
-        )
-        for _ in range(max(2, shapes.cold_bytes // (experts * size * dtype.itemsize)))
-    ]
+    copies = max(2, shapes.cold_bytes // (experts * size * dtype.itemsize))
+    gate_up = _packed(packer, dtype, experts, 2 * inner, hidden, gated=True, copies=copies)
+    down = _packed(packer, dtype, experts, hidden, inner, copies=copies)
+    layers = [ExpertWeights(*pair) for pair in zip(gate_up, down, strict=True)]
+    stored = sum(_weight_bytes(p[0], experts * p[0].rows * p[0].columns) for p in (gate_up, down)) / experts
     for rows in shapes.expert_rows:
         launches, active = [], 0
         x, out = torch.randn(rows, hidden).bfloat16(), torch.empty(rows, hidden, dtype=torch.bfloat16)
@@ -141,10 +166,10 @@ def expert_cases(runtime: Runtime, dtype: torch.dtype, shapes: KernelShapes) -> 
             launches.append(kernel.bind(x, weights, ids, layers[turn % len(layers)], False, out))
             active += len(set(ids.flatten().tolist()))
         yield Case(
-            f"experts {dict(_NAMES)[dtype]} {experts} of {inner}x{hidden}, {rows} rows",
+            f"experts {_name(down[0])} {experts} of {inner}x{hidden}, {rows} rows",
             dtype,
             tuple(launches),
-            dtype.itemsize * size * active / len(launches),
+            stored * active / len(launches),
             2 * size * rows * shapes.top_k,
         )
 

@@ -364,7 +364,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Plain values: model, tokens, scheduler, graph accounting, expert load."""
-        model = self.model_config
+        model, size = self.model_config, self.worker.model.ops.packed_size
         return {
             "model": {
                 "family": model.family.name,
@@ -375,6 +375,7 @@ class Engine:
             },
             "backend": self.worker.decode.backend.name,
             "ops": self.worker.model.ops.name,
+            "weights": None if size is None else {"stored_bytes": size.stored, "uncoded_bytes": size.uncoded},
             "threads": torch.get_num_threads(),
             "tokens": dict(self._tokens),
             "scheduler": self.scheduler.as_dict(),

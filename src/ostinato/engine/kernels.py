@@ -114,8 +114,11 @@ def _op_set(
         num_threads=torch.get_num_threads(),
         cache_dir=cache_dir() / "kernels",
         quantization=config.quantization,
+        weight_coding=config.weight_coding,
+        experts_move=bool(config.redundant_experts or config.expert_placement or config.rebalance_steps),
     )
-    finish = _compile_ahead(ops.runtime, pool.layout.dtype, config, report, mixture)
+    coded = ops.codes_weights and pool.layout.dtype == torch.bfloat16
+    finish = _compile_ahead(ops.runtime, pool.layout.dtype, config, report, mixture=mixture, coded=coded)
     return ops, CpuAttention(pool, ops.runtime), finish
 
 
@@ -129,7 +132,7 @@ def _refused(layout: KVLayout) -> str:
 
 
 def _compile_ahead(
-    runtime: Runtime, dtype: torch.dtype, config: EngineConfig, report: Report, mixture: bool
+    runtime: Runtime, dtype: torch.dtype, config: EngineConfig, report: Report, *, mixture: bool, coded: bool
 ) -> Callable[[], None]:
     from ostinato.ops.cpu.background import BackgroundBuild
     from ostinato.ops.cpu.compile import discard_unused
@@ -137,7 +140,8 @@ def _compile_ahead(
 
     compiler = runtime.compiler
     discard_unused(compiler.root)
-    jobs = kernel_jobs(runtime.isa, dtype, mixture=mixture, quantized=config.quantization is not None)
+    quantized = config.quantization is not None
+    jobs = kernel_jobs(runtime.isa, dtype, mixture=mixture, quantized=quantized, coded=coded)
     if not os.access(compiler.directory, os.W_OK) and not all(compiler.has(job.name) for job in jobs):
         print(
             f"ostinato: compiled kernels cannot be kept in {compiler.root}, so every start compiles them anew; set "

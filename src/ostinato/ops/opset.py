@@ -55,6 +55,14 @@ def whole_weight(weight: Weight) -> torch.Tensor:
     return whole
 
 
+@dataclass(frozen=True, slots=True)
+class PackedSize:
+    """Bytes of all weights that an op set packed: as they are stored, and as they would be uncoded."""
+
+    stored: int = 0
+    uncoded: int = 0
+
+
 class PackedLinear(Protocol):
     """Weights of one linear layer in the op set's own layout; only that op set reads them."""
 
@@ -138,6 +146,11 @@ class OpSet(Protocol):
 
     @property
     def embeds_packed(self) -> bool: ...
+
+    @property
+    def packed_size(self) -> PackedSize | None:
+        """What packed weights take; None where they are kept as they come."""
+        ...
 
     @property
     def pad_contracts(self) -> Mapping[str, PadContract]:

@@ -20,6 +20,7 @@ from ostinato.ops.opset import (
     EmbeddingTable,
     PackedExperts,
     PackedLinear,
+    PackedSize,
     RoutingKernel,
     RoutingRule,
     Weight,
@@ -125,6 +126,10 @@ class ReferenceOps:
     @property
     def embeds_packed(self) -> bool:
         return False  # its heads are fp32 whatever the table is
+
+    @property
+    def packed_size(self) -> PackedSize | None:
+        return None
 
     @property
     def pad_contracts(self) -> Mapping[str, PadContract]:

@@ -37,9 +37,11 @@ class NumericPath:
     isa: str
     dtype: str
     quantization: str | None = None
+    weight_coding: str = "auto"
 
     def __str__(self) -> str:
-        return f"{self.isa if self.kernels == 'numba' else self.kernels}-{self.quantization or self.dtype}"
+        name = f"{self.isa if self.kernels == 'numba' else self.kernels}-{self.quantization or self.dtype}"
+        return name if self.weight_coding == "auto" else f"{name}-{self.weight_coding}"
 
     @property
     def page(self) -> int:
@@ -53,6 +55,7 @@ class NumericPath:
             "isa": self.isa,
             "dtype": self.dtype,
             "quantization": self.quantization,
+            "weight_coding": self.weight_coding,
             "page_size": self.page,
         }
 
@@ -71,6 +74,7 @@ PATHS = (
     NumericPath("numba", PORTABLE, "float32"),
     NumericPath("numba", AVX512_BF16, "bfloat16", "int8"),
     NumericPath("numba", PORTABLE, "bfloat16", "int8"),
+    NumericPath("numba", AVX512_BF16, "bfloat16", weight_coding="plain"),
     NumericPath("reference", "auto", "bfloat16"),
     NumericPath("reference", "auto", "float32"),
 )

@@ -19,6 +19,8 @@ from .stage import Setting, Stage
 CONTEXT = 1024
 LENGTHS = ((500, 24), (511, 3), (512, 2), (700, 6), (1010, 14))
 """Prompt and answer: some decode across the first edge."""
+COMPILED = [path for path in PATHS if path.kernels == "numba" and path.weight_coding == "auto"]
+"""Coded and plain weights differ in products alone."""
 SETTINGS = (
     Setting(graph="tape", chunk_pages=5),
     Setting(graph="tape", chunk_pages=32, threads=2, max_running=3),
@@ -26,7 +28,7 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module", params=[path for path in PATHS if path.kernels == "numba"], ids=str)
+@pytest.fixture(scope="module", params=COMPILED, ids=str)
 def stage(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Iterator[Stage]:
     made = Stage(subject(DEMO, request.param, checkpoint), context=CONTEXT)
     yield made

@@ -106,13 +106,14 @@ def _embedding(ids: torch.Tensor, table: EmbeddingTable, out: torch.Tensor) -> R
         **_matrix("out", out, None, field.OUT, field.OUT_STRIDE),
         **_size(out),
         field.X: panels.words.data_ptr(),
+        field.Y: panels.start_address,
         field.Y_STRIDE: panels.panel_bytes,
         field.DIM: panels.whole_steps,
         field.HALF: panels.odd_step,
         field.POSITIONS: ids.data_ptr(),
         field.TABLE_ROWS: panels.rows,
     }
-    return Rows("copy_panel_rows", torch.float32, fields)
+    return Rows("copy_coded_rows" if panels.coded else "copy_panel_rows", torch.float32, fields)
 
 
 def _combine_slots(

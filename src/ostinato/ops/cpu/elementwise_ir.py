@@ -12,6 +12,7 @@ from types import MappingProxyType
 from llvmlite import ir
 
 from ostinato.ops.cpu import rows as field
+from ostinato.ops.cpu.coded_tiles import copy_coded_row
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.norm_ir import Fields, Vector
@@ -116,6 +117,15 @@ def _copy_panel_rows(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vecto
     lanes.each(fields[field.HALF], lambda word: copy(b.add(fields[field.DIM], word), ir.IntType(16)))
 
 
+def _copy_coded_rows(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
+    """out[row] = row index[row] of coded weights at X, whose panels begin where the int64 at Y say."""
+    b, index = lanes.b, _table_row(lanes, fields, row)
+    panel, place = (op(index, lanes.i64(PANEL)) for op in (b.sdiv, b.srem))
+    start = lanes.load(lanes.at(fields[field.Y], lanes.times(panel, 8)), I64, 8)
+    out = fields.row(field.OUT, field.OUT_STRIDE, row)
+    copy_coded_row(lanes, lanes.at(fields[field.X], start), place, out, fields[field.DIM], fields[field.HALF])
+
+
 def _combine_slots(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector: Vector) -> None:
     """out[row] = the sum over k, in slot order, of weight[row, k] * x[index[row, k]], x fp32; a negative index adds
     nothing. The X_HEADS slots of a row are added by the operations of the MoE kernel's own combine.
@@ -161,6 +171,7 @@ ELEMENTWISE_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
             ("clamp", _clamp),
             ("copy_rows", _copy_rows),
             ("copy_panel_rows", _copy_panel_rows),
+            ("copy_coded_rows", _copy_coded_rows),
             ("combine_slots", _combine_slots),
         )
     }

@@ -31,20 +31,20 @@ class ExpertWeights:
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
-        if (down.rows, down.columns) != (gate_up.columns, gate_up.outputs) or len(down.words) != len(
-            gate_up.words
-        ):
+        if (down.rows, down.columns, down.count) != (gate_up.columns, gate_up.outputs, gate_up.count):
             raise ValueError(
-                f"experts do not fit together: gate_up {len(gate_up.words)} x [{gate_up.rows}, "
-                f"{gate_up.columns}], down {len(down.words)} x [{down.rows}, {down.columns}]"
+                f"experts do not fit together: gate_up {gate_up.count} x [{gate_up.rows}, "
+                f"{gate_up.columns}], down {down.count} x [{down.rows}, {down.columns}]"
             )
+        assert down.coded == gate_up.coded, "one kind of tile runs both"
 
     @property
     def num_experts(self) -> int:
-        return self.down.words.shape[0]
+        return self.down.count
 
     @property
     def by_expert(self) -> tuple[torch.Tensor, ...]:
+        assert not self.down.coded, "coded experts have no fixed size; those that move are packed plain"
         return self.gate_up.words, self.down.words
 
     @property
@@ -61,7 +61,7 @@ class ExpertWeights:
 
 
 def _matrix_fields(first: int, panels: Panels) -> dict[int, int]:
-    """The six fields that describe the panels of all experts."""
+    """The seven fields that describe the panels of all experts."""
     values = (
         panels.words.data_ptr(),
         panels.matrix_bytes,
@@ -69,6 +69,7 @@ def _matrix_fields(first: int, panels: Panels) -> dict[int, int]:
         panels.panel_bytes,
         panels.whole_steps,
         panels.odd_step,
+        panels.start_address,
     )
     return {first + i: value for i, value in enumerate(values)}
 
@@ -154,9 +155,10 @@ class MoeExperts:
         return launch
 
     def _expert_fields(self, experts: ExpertWeights) -> dict[int, int]:
-        runtime, dtype = self._runtime, experts.dtype
+        runtime = self._runtime
+        tile = tile_function(experts.dtype, runtime.isa, coded=experts.down.coded)
         return {
-            moe.TILE: runtime.compiler.address(tile_function(dtype, runtime.isa), TILE_ARGUMENTS),
+            moe.TILE: runtime.compiler.address(tile, TILE_ARGUMENTS),
             moe.TILE_ROWS: runtime.isa.tile_rows,
             moe.EXPERTS: experts.num_experts,
             moe.HIDDEN_SIZE: experts.hidden_size,

@@ -49,6 +49,7 @@ SUMS = 128  # offset of the sums in a worker's scratch, behind the row addresses
     WEIGHT,
     PANELS,
     PANEL_BYTES,
+    STARTS,  # address of int64 [panels]: where each begins, in bytes from WEIGHT; 0: PANEL_BYTES apart
     STEPS,
     ODD,
     BIAS,  # address of fp32 [panels, 32]
@@ -60,7 +61,7 @@ SUMS = 128  # offset of the sums in a worker's scratch, behind the row addresses
     GROUP,  # panels of a task: set by the entry, as is the next
     BLOCK,  # rows of a task
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 25)
+) = range(FIRST_FIELD, FIRST_FIELD + 26)
 
 
 @njit(error_model="numpy")
@@ -79,6 +80,12 @@ def panel_group(rows: int, tile_rows: int, panels: int, panel_bytes: int, share:
 
 
 @njit(error_model="numpy")
+def panel_at(weight: int, starts: int, panel: int, panel_bytes: int) -> int:
+    """Address of a panel."""
+    return weight + (panel * panel_bytes if starts == 0 else load_i64(starts + 8 * panel))
+
+
+@njit(error_model="numpy")
 def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> None:
     """One tile of `n` rows from `row` on, for each panel of a group.
 
@@ -93,7 +100,7 @@ def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> 
     for i in range(n):
         store_i64(load_i64(p + 8 * X) + (row + i) * load_i64(p + 8 * X_STRIDE), scratch + 8 * i)
     for panel in range(first, last):
-        at = load_i64(p + 8 * WEIGHT) + panel * panel_bytes
+        at = panel_at(load_i64(p + 8 * WEIGHT), load_i64(p + 8 * STARTS), panel, panel_bytes)
         ahead, pace = at + AHEAD, STEP_BYTES
         if not alone and follows and not (first == 0 and row == 0):
             ahead = at + (last - first) * panel_bytes + panel_bytes // live * row

@@ -15,7 +15,7 @@ import sys
 import torch
 
 _HUGE_PAGE = 2 << 20
-_MADV_HUGEPAGE = 14  # Linux
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14  # Linux
 _SMALLEST = 64 << 10  # under this a mapping of its own wastes more than it saves
 
 
@@ -37,8 +37,17 @@ def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = Fal
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
     """Ask for huge pages under `tensor`, best before it is first written. Linux alone; elsewhere nothing."""
+    _advise(tensor, _MADV_HUGEPAGE)
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Give back the memory of mapped zeros that nobody needs any more, in whole huge pages: they read as zero again."""
+    _advise(tensor, _MADV_DONTNEED)
+
+
+def _advise(tensor: torch.Tensor, advice: int) -> None:
     size = tensor.numel() * tensor.element_size()
     start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     length = (tensor.data_ptr() + size - start) // _HUGE_PAGE * _HUGE_PAGE
     if sys.platform == "linux" and length > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)

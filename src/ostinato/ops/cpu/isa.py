@@ -26,11 +26,13 @@ class Isa:
 
     dot_products: bf16 and int8 dot-product instructions of 512 bits are there.
     tile_rows:    most rows of a matrix tile (times 32 columns) whose sums fit into the vector registers.
+    byte_tables:  64 bytes are looked up in a table at once (AVX512-VBMI), as decoding coded weights does.
     """
 
     name: str
     dot_products: bool
     tile_rows: int
+    byte_tables: bool = False
 
 
 def host_features() -> Mapping[str, bool]:
@@ -57,4 +59,4 @@ def select_isa(name: str | None = None, features: Mapping[str, bool] | None = No
             f"instruction set {AVX512_BF16!r} needs {', '.join(missing)}, which this CPU lacks; "
             f"use {PORTABLE!r}"
         )
-    return Isa(AVX512_BF16, dot_products=True, tile_rows=12)
+    return Isa(AVX512_BF16, dot_products=True, tile_rows=12, byte_tables=found.get("avx512vbmi", False))

@@ -18,6 +18,7 @@ from ostinato.ops.cpu.advance import advance_entry
 from ostinato.ops.cpu.attention_state_ir import ATTENTION_FUNCTIONS
 from ostinato.ops.cpu.choice_ir import CHOICE_FUNCTIONS
 from ostinato.ops.cpu.choice_rows import choice_entry, choice_worker
+from ostinato.ops.cpu.coding import code_worker, coding_entry, plan_worker
 from ostinato.ops.cpu.compile import Compiler, Kernel, kernel_name
 from ostinato.ops.cpu.elementwise_ir import ELEMENTWISE_FUNCTIONS
 from ostinato.ops.cpu.gemm import gemm_entry, gemm_worker
@@ -68,10 +69,14 @@ class KernelJob:
             NativeLibrary(first, LIBRARIES[first], _KINDS[second], compiler)
 
 
-def kernel_jobs(isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool) -> list[KernelJob]:
+def kernel_jobs(
+    isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool, coded: bool
+) -> list[KernelJob]:
     """Jobs of a model in `dtype`, those that loading waits for first, then the longest."""
     kind = kind_for(dtype, isa).name
     loading: list[Kernel] = [pack_worker, pack_entry]
+    if coded:
+        loading += [plan_worker, code_worker, coding_entry]
     kernels: list[Kernel] = [attention_worker, gemm_worker, attention_entry]
     kernels += [gemm_entry, rows_entry, rows_worker, advance_entry, chain_entry, chain_worker]
     kernels += [choice_worker, choice_entry]
@@ -90,14 +95,15 @@ def kernel_jobs(isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool)
     jobs += [KernelJob(name) for name in libraries[: int(mixture)]]
     jobs += [KernelJob(kernel_name(kernel), 1) for kernel in kernels]
     jobs += [KernelJob(name) for name in libraries[int(mixture) :]]
-    jobs += _product_jobs(isa, dtype, quantized)
+    jobs += _product_jobs(isa, dtype, quantized, coded)
     return list(dict.fromkeys(jobs))
 
 
-def _product_jobs(isa: Isa, dtype: torch.dtype, quantized: bool) -> Iterator[KernelJob]:
+def _product_jobs(isa: Isa, dtype: torch.dtype, quantized: bool, coded: bool) -> Iterator[KernelJob]:
     """Tiles for the weights (of int8 models the router's and the head's too), and what prepares rows."""
-    for weights in (dtype, torch.int8) if quantized else (dtype,):
-        yield KernelJob(kernel_name(tile_function(weights, isa)), TILE_ARGUMENTS)
+    yield KernelJob(kernel_name(tile_function(dtype, isa, coded=coded)), TILE_ARGUMENTS)
+    if quantized:
+        yield KernelJob(kernel_name(tile_function(torch.int8, isa)), TILE_ARGUMENTS)
     wide = dtype == torch.float32
     prepare: list[Kernel] = [copy_fp32_row if wide else copy_bf16_row]
     if quantized:

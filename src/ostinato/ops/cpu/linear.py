@@ -123,12 +123,14 @@ class Linear:
 
     def _panel_fields(self, panels: Panels) -> dict[int, int]:
         runtime = self._runtime
+        tile = tile_function(panels.dtype, runtime.isa, coded=panels.coded)
         return {
-            gemm.TILE: runtime.compiler.address(tile_function(panels.dtype, runtime.isa), TILE_ARGUMENTS),
+            gemm.TILE: runtime.compiler.address(tile, TILE_ARGUMENTS),
             gemm.TILE_ROWS: runtime.isa.tile_rows,
             gemm.WEIGHT: panels.words.data_ptr(),
             gemm.PANELS: panels.num_panels,
             gemm.PANEL_BYTES: panels.panel_bytes,
+            gemm.STARTS: panels.start_address,
             gemm.STEPS: panels.whole_steps,
             gemm.ODD: panels.odd_step,
         }

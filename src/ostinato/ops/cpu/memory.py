@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import binding, ir
 
 from ostinato.ops.cpu.jit import intrinsic, types
-from ostinato.ops.cpu.vector_ir import F32, F64, I32, I64, POINTER, Lanes
+from ostinato.ops.cpu.vector_ir import F32, F64, I8, I32, I64, POINTER, Lanes
 
 _Signature = tuple[Any, Any]
 
@@ -53,6 +53,17 @@ def store_i32(typing_context: Any, value: Any, address: Any) -> _Signature:
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.store(builder.trunc(args[0], I32), builder.inttoptr(args[1], POINTER), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def store_i8(typing_context: Any, value: Any, address: Any) -> _Signature:
+    """Write the lowest byte of an int64 to `address`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[0], I8), builder.inttoptr(args[1], POINTER), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), emit

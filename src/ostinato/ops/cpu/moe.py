@@ -13,7 +13,7 @@ zero and are never read; tasks are drawn by experts that have rows, so pads chan
 from __future__ import annotations
 
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED, combine_slots, scale_row, store_tile
-from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_group
+from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_at, panel_group
 from ostinato.ops.cpu.intrinsics import call_prepare, call_tile, stack_scratch
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
@@ -52,12 +52,14 @@ COMBINE_PANELS = 8  # panels of one row in a task of phase 4
     GATE_UP_PANEL_BYTES,
     GATE_UP_STEPS,
     GATE_UP_ODD,
+    GATE_UP_STARTS,  # address of int64 [experts, panels], or 0; see `gemm`
     DOWN,
     DOWN_BYTES,
     DOWN_PANELS,
     DOWN_PANEL_BYTES,
     DOWN_STEPS,
     DOWN_ODD,
+    DOWN_STARTS,
     HIDDEN_SIZE,
     INTERMEDIATE,
     OUT,
@@ -90,7 +92,7 @@ COMBINE_PANELS = 8  # panels of one row in a task of phase 4
     GATE_UP_GROUP,
     DOWN_GROUP,
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 58)
+) = range(FIRST_FIELD, FIRST_FIELD + 60)
 
 
 @njit(error_model="numpy")
@@ -247,7 +249,7 @@ def _run_group(p: int, phase: int, scratch: int, expert: int, first: int, last: 
         n = min(load_i64(p + 8 * TILE_ROWS), end - place)
         _product_rows(p, phase, place, n, scratch)
         for panel in range(first, last):
-            at = load_i64(w) + expert * load_i64(w + 8) + panel * panel_bytes
+            at = panel_at(load_i64(w), load_i64(w + 48), expert * load_i64(w + 16) + panel, panel_bytes)
             sums = scratch + SUMS
             if phase != 1:
                 sums = load_i64(p + 8 * RESULTS) + (panel * load_i64(p + 8 * CAPACITY) + place) * 4 * PANEL

@@ -16,6 +16,7 @@ import torch
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.advance import Advance
 from ostinato.ops.cpu.choice import Sample
+from ostinato.ops.cpu.coded_packing import CodedPacker
 from ostinato.ops.cpu.elementwise import ElementwiseOps
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
 from ostinato.ops.cpu.launch import Runtime, open_runtime
@@ -25,7 +26,7 @@ from ostinato.ops.cpu.packing import Packer, pack_bias
 from ostinato.ops.cpu.routing import Routing, score_library, supports
 from ostinato.ops.cpu.row_ops import RowOps
 from ostinato.ops.cpu.scratch import Scratch
-from ostinato.ops.opset import RoutingKernel, RoutingRule, Weight
+from ostinato.ops.opset import PackedSize, RoutingKernel, RoutingRule, Weight
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import PadContract
 
@@ -34,16 +35,27 @@ class NumbaOps:
     """`OpSet` of the CPU kernels. `linear` and `moe_experts` also take a live count as last argument.
 
     With `quantization` "int8", experts and linear layers become int8 as they are packed; those that ask for
-    fp32 outputs (routers, the head, gates of shared experts) keep their dtype.
+    fp32 outputs (routers, the head, gates of shared experts) keep their dtype. With `weight_coding` "auto" bf16 weights
+    are kept at 12 bits where the machine can decode them as it multiplies (`coding`), the same bits for every product;
+    experts that may move between ranks (`experts_move`) stay plain, as what moves must have a fixed size.
     """
 
-    def __init__(self, runtime: Runtime, *, quantization: str | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        quantization: str | None = None,
+        weight_coding: str = "plain",
+        experts_move: bool = False,
+    ) -> None:
         if quantization not in (None, "int8"):
             raise ConfigError(f"quantization {quantization!r} is unknown to the CPU kernels; choose 'int8'")
         self.runtime = runtime
         self._packed_dtype = None if quantization is None else torch.int8
         self.scratch = Scratch()
-        self._packer = Packer(runtime)
+        self.codes_weights = weight_coding == "auto" and runtime.isa.byte_tables
+        self._packer = CodedPacker(runtime) if self.codes_weights else Packer(runtime)
+        self._expert_packer = Packer(runtime) if experts_move else self._packer
         self._scores: NativeLibrary | None = None
         rows, elements, reference = RowOps(runtime), ElementwiseOps(runtime), ReferenceOps()
         self.linear = Linear(runtime, self.scratch)
@@ -75,6 +87,11 @@ class NumbaOps:
         return True  # the head is never quantised
 
     @property
+    def packed_size(self) -> PackedSize:
+        packers = {self._packer, self._expert_packer}
+        return PackedSize(sum(p.size.stored for p in packers), sum(p.size.uncoded for p in packers))
+
+    @property
     def pad_contracts(self) -> Mapping[str, PadContract]:
         contract = PadContract(
             f"{self.name}.moe_experts", accepts_sentinel=True, honours_count=True, writes_zeros=True
@@ -98,7 +115,8 @@ class NumbaOps:
         """Packed `gate_up` [E, 2I, H], gate rows first, and `down` [E, H, I]."""
         dtype = self._packed_dtype
         return ExpertWeights(
-            self._packer.pack(gate_up, gated=True, dtype=dtype), self._packer.pack(down, dtype=dtype)
+            self._expert_packer.pack(gate_up, gated=True, dtype=dtype),
+            self._expert_packer.pack(down, dtype=dtype),
         )
 
 
@@ -108,7 +126,11 @@ def open_numba_ops(
     num_threads: int | None = None,
     cache_dir: Path | None = None,
     quantization: str | None = None,
+    weight_coding: str = "plain",
+    experts_move: bool = False,
 ) -> NumbaOps:
     """The op set of this machine; see `open_runtime`."""
     runtime = open_runtime(isa=isa, num_threads=num_threads, cache_dir=cache_dir)
-    return NumbaOps(runtime, quantization=quantization)
+    return NumbaOps(
+        runtime, quantization=quantization, weight_coding=weight_coding, experts_move=experts_move
+    )

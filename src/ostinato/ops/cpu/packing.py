@@ -26,7 +26,7 @@ from ostinato.ops.cpu.launch import (
 from ostinato.ops.cpu.memory import fetch_add, load_i64
 from ostinato.ops.cpu.tiles import PANEL
 from ostinato.ops.cpu.transpose import transpose_words
-from ostinato.ops.opset import Weight, pieces_of
+from ostinato.ops.opset import PackedSize, Weight, pieces_of
 
 HALF = PANEL // 2
 PACKED_DTYPES = (torch.bfloat16, torch.float32, torch.int8)
@@ -48,6 +48,8 @@ class Panels:
     """Packed matrices [count, rows, columns]; `words` is int32 [count, panels, ceil(columns / per word), 32].
 
     `gated`: the rows are pairs; row r of the first half (gate) lies beside row r of the second half (up).
+    `starts`: None, or the panels are coded (`coding`) and lie where int64 [count, panels] says, in bytes of `words`,
+    which then is int32 [words].
     """
 
     words: torch.Tensor
@@ -55,14 +57,36 @@ class Panels:
     columns: int
     dtype: torch.dtype
     gated: bool = False
+    starts: torch.Tensor | None = None
+
+    @property
+    def coded(self) -> bool:
+        return self.starts is not None
+
+    @property
+    def count(self) -> int:
+        return len(self.words if self.starts is None else self.starts)
 
     @property
     def num_panels(self) -> int:
-        return self.words.shape[1]
+        return (self.words if self.starts is None else self.starts).shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices as they are stored."""
+        return self.words.nbytes
 
     @property
     def panel_bytes(self) -> int:
-        return self.words.shape[2] * 4 * PANEL
+        """Bytes of a panel; of coded ones on average, in whole cache lines."""
+        if self.starts is None:
+            return self.words.shape[2] * 4 * PANEL
+        return max(self.words.nbytes // max(self.starts.numel(), 1) // 64, 1) * 64
+
+    @property
+    def start_address(self) -> int:
+        """Address of the table of starts, 0 without one."""
+        return 0 if self.starts is None else self.starts.data_ptr()
 
     @property
     def row_bytes(self) -> int:
@@ -137,10 +161,11 @@ def pack_entry(p: int) -> None:
 
 
 class Packer:
-    """Packs with all threads of a runtime."""
+    """Packs with all threads of a runtime. `size`: of all that `pack` made."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.size = PackedSize()
 
     def write_rows(self, panels: Panels, matrix: int, weight: torch.Tensor, start: int = 0) -> None:
         """Pack `weight` [n, K] as rows start..start+n of one matrix.
@@ -191,7 +216,11 @@ class Packer:
         panels = empty_panels(count, rows, columns, dtype or weight.dtype, gated=gated)
         for matrix, first, piece in pieces_of(weight):
             self.write_rows(panels, matrix, piece, first)
+        self._count(panels.nbytes, panels.nbytes)
         return panels
+
+    def _count(self, stored: int, uncoded: int) -> None:
+        self.size = PackedSize(self.size.stored + stored, self.size.uncoded + uncoded)
 
 
 def pack_bias(bias: torch.Tensor | None, panels: Panels) -> torch.Tensor:

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import torch
 
+from ostinato.ops.cpu.coded_tiles import tile_coded
 from ostinato.ops.cpu.int8_tiles import tile_int8_dot, tile_int8_portable
 from ostinato.ops.cpu.isa import Isa
 from ostinato.ops.cpu.tiles import TileFunction, tile_bf16_dot, tile_bf16_portable, tile_fp32
 
 
-def tile_function(dtype: torch.dtype, isa: Isa) -> TileFunction:
-    """The tile for weights of `dtype`: rows of the same, or quantised rows for int8."""
+def tile_function(dtype: torch.dtype, isa: Isa, *, coded: bool = False) -> TileFunction:
+    """The tile for weights of `dtype`, `coded` or plain: rows of the same, or quantised rows for int8."""
+    if coded:
+        assert dtype == torch.bfloat16, dtype
+        return tile_coded
     if dtype == torch.int8:
         return tile_int8_dot if isa.dot_products else tile_int8_portable
     if dtype == torch.float32:

@@ -93,14 +93,20 @@ class TileEmitter:
             steps, zeros, lambda k, sums: self.whole_step(k, addresses, panel, ahead, stride, sums)
         )
 
-        def rest(k: Value, sums: list[Value]) -> list[Value]:
-            at = lanes.at(panel, lanes.times(steps, STEP_BYTES))
-            offset = lanes.times(steps, 4)
+        self.finish(lanes.at(panel, lanes.times(steps, STEP_BYTES)), addresses, steps, odd, sums, out)
 
+    def finish(
+        self, at: Value, addresses: list[Value], steps: Value, odd: Value, sums: list[Value], out: Value
+    ) -> None:
+        """Add the odd value behind the whole steps, whose words are at `at`, and store the sums."""
+        lanes = self.lanes
+        offset = lanes.times(steps, 4)
+
+        def rest(_: Value, sums: list[Value]) -> list[Value]:
             def word(row: int) -> Value:
                 return lanes.b.zext(lanes.load(lanes.at(addresses[row], offset), I16), I32)
 
-            return self._add(at, word, sums)
+            return self.add_words(self.columns(at), word, sums)
 
         sums = lanes.loop(odd, sums, rest)
         for i, total in enumerate(sums):
@@ -121,12 +127,17 @@ class TileEmitter:
             lanes.prefetch(lanes.at(asked, line), nearest=len(addresses) > 1)
         offset = lanes.times(k, 4)
         at = lanes.at(panel, lanes.times(k, STEP_BYTES))
-        return self._add(at, lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums)
+        return self.add_words(
+            self.columns(at), lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums
+        )
 
-    def _add(self, panel: Value, word: Callable[[int], Value], sums: list[Value]) -> list[Value]:
+    def columns(self, at: Value) -> list[Value]:
+        """A step's words of the panel."""
+        return [self.lanes.load(self.lanes.at(at, 64 * j), VI, 64) for j in range(VECTORS)]
+
+    def add_words(self, columns: list[Value], word: Callable[[int], Value], sums: list[Value]) -> list[Value]:
         """One step: a row's word is loaded just before its use, so that the sums keep their registers."""
         lanes = self.lanes
-        columns = [lanes.load(lanes.at(panel, 64 * j), VI, 64) for j in range(VECTORS)]
         added = []
         for row in range(len(sums) // VECTORS):
             value = word(row)

@@ -13,7 +13,7 @@ import torch
 
 from ostinato.ops.cuda import choice, elementwise, experts, gemm, norms, rotary, routing
 from ostinato.ops.cuda.scratch import Scratch
-from ostinato.ops.opset import EmbeddingTable, RoutingKernel, RoutingRule, Weight, pieces_of
+from ostinato.ops.opset import EmbeddingTable, PackedSize, RoutingKernel, RoutingRule, Weight, pieces_of
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import PadContract
 
@@ -55,6 +55,10 @@ class TritonOps:
     @property
     def embeds_packed(self) -> bool:
         return True
+
+    @property
+    def packed_size(self) -> PackedSize | None:
+        return None
 
     @property
     def pad_contracts(self) -> Mapping[str, PadContract]:

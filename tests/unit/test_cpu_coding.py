@@ -1,0 +1,181 @@
+"""Coded weights: every bit comes back, and every product has the bits of the plain one."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ostinato.errors import ConfigError
+from ostinato.models.loader import BLOCK_BYTES, WeightSource
+from ostinato.models.weights import Cut, Part, StoredWeight
+from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, select_isa
+from ostinato.ops.cpu.linear import LinearWeights
+from ostinato.ops.cpu.opset import NumbaOps, open_numba_ops
+from ostinato.ops.cpu.packing import Panels
+
+PATTERNS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+SHAPES = [(1, 1), (2, 3), (31, 4), (33, 7), (70, 129), (64, 258), (150, 533)]
+
+
+@functools.cache
+def opset(coding: str) -> NumbaOps:
+    try:
+        ops = open_numba_ops(isa=AVX512_BF16, weight_coding=coding)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    if coding == "auto" and not ops.codes_weights:
+        pytest.skip("this CPU cannot decode weights as it multiplies")
+    return ops
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return (0.02 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def any_bits(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Every exponent alike: NaN, infinities, subnormals and both zeros among the values."""
+    generator = torch.Generator().manual_seed(seed)
+    return PATTERNS[torch.randint(1 << 16, shape, generator=generator)].view(torch.bfloat16)
+
+
+def rare(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Gaussian values of which one in 300 has bits of any kind: segments of all lengths, none among them."""
+    generator = torch.Generator().manual_seed(seed)
+    hit = torch.rand(shape, generator=generator) < 1 / 300
+    return torch.where(hit, any_bits(*shape, seed=seed), draw(*shape, seed=seed))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def rows_of(packed: LinearWeights) -> torch.Tensor:
+    """The weight [N, K], read back row by row."""
+    panels = packed.panels
+    out = torch.empty(panels.rows, panels.columns, dtype=torch.bfloat16)
+    opset("auto").embedding(torch.arange(panels.rows), packed, out)
+    return out
+
+
+@pytest.mark.parametrize("make", [draw, rare, any_bits])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_bit_comes_back(make: functools.partial[torch.Tensor], shape: tuple[int, int]) -> None:
+    weight = make(*shape, seed=shape[1])
+    packed = opset("auto").pack_linear(weight)
+    assert packed.panels.coded
+    assert torch.equal(bits(rows_of(packed)), bits(weight))
+
+
+def test_all_patterns_come_back() -> None:
+    """In an order in which tables cover nothing, and sorted, where they cover everything."""
+    shuffled = PATTERNS[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(1))]
+    for values in (shuffled, PATTERNS):
+        weight = values.view(torch.bfloat16).view(256, 256)
+        assert torch.equal(bits(rows_of(opset("auto").pack_linear(weight))), bits(weight))
+    assert torch.equal(bits(weight), bits(rows_of(opset("auto").pack_linear(weight))))
+
+
+@pytest.mark.parametrize("make", [draw, rare])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3), (34, 7), (70, 129), (150, 534)])
+def test_products_have_the_bits_of_plain_weights(
+    make: functools.partial[torch.Tensor], gated: bool, shape: tuple[int, int]
+) -> None:
+    """For every number of rows in a tile, and for more than one tile."""
+    weight = make(*shape, seed=3)
+    weight[:, 0] = 0  # no infinity meets it below
+    outs = []
+    for coding in ("plain", "auto"):
+        ops = opset(coding)
+        packed = ops.pack_gated(weight) if gated else ops.pack_linear(weight, out_dtype=torch.float32)
+        assert packed.panels.coded == (coding == "auto")
+        found = []
+        for rows in (*range(1, 14), 50):
+            x = draw(rows, shape[1], seed=rows) * 50
+            x[0, 0] = torch.inf
+            out = torch.empty(rows, packed.out_features, dtype=torch.bfloat16 if gated else torch.float32)
+            ops.linear(x, packed, out)
+            found.append(bits(out).flatten())
+        outs.append(torch.cat(found))
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+def test_experts_have_the_bits_of_plain_weights(on_input: bool) -> None:
+    gate_up, down = rare(5, 98, 66, seed=1), rare(5, 66, 49, seed=2)
+    gate_up[1] = any_bits(98, 66).nan_to_num(1, 1, 1)  # panels that gain nothing among those that do
+    plain, coded = (opset(coding).pack_experts(gate_up, down) for coding in ("plain", "auto"))
+    assert coded.gate_up.coded
+    for rows in (1, 2, 9, 70):
+        ids = torch.rand(rows, 5, generator=torch.Generator().manual_seed(rows)).topk(3).indices.int()
+        x, weights = draw(rows, 66, seed=rows) * 50, torch.rand(rows, 3)
+        outs = [torch.empty(rows, 66, dtype=torch.bfloat16) for _ in range(2)]
+        for coding, experts, out in zip(("plain", "auto"), (plain, coded), outs, strict=True):
+            opset(coding).moe_experts(x, weights, ids, experts, on_input, out)
+        assert torch.equal(*map(bits, outs))
+
+
+def test_what_it_gains() -> None:
+    """Gaussian weights take little more than 12 bits; weights of any bits take their own size and a line a panel."""
+    size = 2 * 96 * 2048
+    assert 0.75 * size < opset("auto").pack_linear(draw(96, 2048)).panels.nbytes < 0.77 * size
+    assert opset("auto").pack_linear(any_bits(96, 2048)).panels.nbytes == size + 3 * 64
+    ops = open_numba_ops(weight_coding="auto")
+    ops.pack_linear(draw(96, 2048))
+    assert ops.packed_size.uncoded == size
+    assert ops.packed_size.stored < 0.77 * size
+
+
+def same(one: Panels, other: Panels) -> None:
+    assert one.starts is not None
+    assert other.starts is not None
+    assert torch.equal(one.starts, other.starts)
+    assert torch.equal(one.words, other.words)
+
+
+def test_coded_by_blocks_is_coded_whole(tmp_path: Path) -> None:
+    """In blocks of the file, parts in any order; and experts, one of them twice."""
+    wide = BLOCK_BYTES // 2 // 64
+    weight, experts = draw(100, wide), rare(3, 40, 34)
+    save_file({"w": weight, "low": weight[:50].clone(), "e": experts}, tmp_path / "model.safetensors")
+    source, ops = WeightSource(tmp_path), opset("auto")
+    parts = (Part("w", (100, wide)),)
+    stored = StoredWeight(source, (100, wide), torch.bfloat16, parts)
+    same(ops.pack_linear(stored).panels, ops.pack_linear(weight).panels)
+    same(ops.pack_gated(stored).panels, ops.pack_gated(weight).panels)
+    high = Cut(((50, 100),))
+    parts = (Part("low", (50, wide), first=50), Part("low", (50, wide)))
+    turned = StoredWeight(source, (100, wide), torch.bfloat16, parts)
+    same(ops.pack_linear(turned).panels, ops.pack_linear(torch.cat([weight[:50]] * 2)).panels)
+    same(ops.pack_linear(stored.cut(high)).panels, ops.pack_linear(weight[50:].clone()).panels)
+    chosen = Cut(((0, 40),), matrices=(2, 0, 2))
+    kept = StoredWeight(source, (3, 40, 34), torch.bfloat16, (Part("e", (3, 40, 34)),)).cut(chosen)
+    ids, x, weights = torch.tensor([[0, 1, 2]], dtype=torch.int32), draw(1, 34), torch.rand(1, 3)
+    outs = []
+    for gate_up in (kept, experts[[2, 0, 2]]):
+        packed = ops.pack_experts(gate_up, draw(3, 34, 20))
+        outs.append(torch.empty(1, 34))
+        ops.moe_experts(x, weights, ids, packed, False, outs[-1])
+    assert torch.equal(*outs)
+
+
+def test_what_stays_plain() -> None:
+    """fp32, the portable path, machines without byte tables, experts that move, and int8; the head of int8 does not."""
+    ops, weight = opset("auto"), draw(40, 24)
+    assert not ops.pack_linear(weight.float()).panels.coded
+    portable = open_numba_ops(isa=PORTABLE, weight_coding="auto")
+    assert not portable.pack_linear(weight).panels.coded
+    lacking = dict.fromkeys(("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni"), True)
+    assert not select_isa(features=lacking).byte_tables
+    assert select_isa(features={**lacking, "avx512vbmi": True}).byte_tables
+    moving = open_numba_ops(weight_coding="auto", experts_move=True)
+    experts = moving.pack_experts(draw(2, 40, 24), draw(2, 24, 20))
+    assert [len(part) for part in experts.by_expert] == [2, 2]
+    assert moving.pack_linear(weight).panels.coded
+    quantised = open_numba_ops(quantization="int8", weight_coding="auto")
+    assert not quantised.pack_linear(weight).panels.coded
+    assert quantised.pack_linear(weight, out_dtype=torch.float32).panels.coded
