@@ -70,7 +70,7 @@ class KernelJob:
 
 
 def kernel_jobs(
-    isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool, coded: bool
+    isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool, coded: bool = False
 ) -> list[KernelJob]:
     """Jobs of a model in `dtype`, those that loading waits for first, then the longest."""
     kind = kind_for(dtype, isa).name
