@@ -60,6 +60,8 @@ def test_fields_that_mean_nothing_here_are_taken_when_they_ask_for_nothing(serve
         "modalities": ["text"],
         "metadata": {},
         "functions": [],
+        "logprobs": False,
+        "top_logprobs": 0,
         "prompt_cache_key": "k",
         "safety_identifier": "someone",
     }
