@@ -61,7 +61,7 @@ def chat_params(request: ChatCompletionRequest, form: AnswerForm) -> SamplingPar
             "max_tokens",
             f"max_tokens {request.max_tokens} and max_completion_tokens {limit} differ; give one",
         )
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_field("top_logprobs", "top_logprobs needs logprobs; set logprobs to true")
     extra: dict[str, Any] = {"max_tokens": request.max_tokens if limit is None else limit}
     if request.logprobs:
