@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import resource
 import signal
@@ -95,7 +96,7 @@ async def _run(app: ASGIApp, service: Service, options: ServerConfig, listener: 
         ),
         service,
     )
-    _announce(listener, service)
+    _announce(listener, service.model_name, guarded=bool(options.api_keys))
     watcher = asyncio.create_task(_end_when_over(server, service))
     await server.serve(sockets=[listener])
     watcher.cancel()
@@ -131,17 +132,22 @@ def _bind(options: ServerConfig) -> socket.socket:
     return listener
 
 
-def _announce(listener: socket.socket, service: Service) -> None:
-    """The first line of stdout, for programs (JSON), and one on stderr, for people."""
+def _announce(listener: socket.socket, model: str, *, guarded: bool) -> None:
+    """The first line of stdout, for programs (JSON), and one on stderr, for people; another if all may come in."""
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    line = {"event": "listening", "url": url, "model": service.model_name}
+    line = {"event": "listening", "url": url, "model": model}
     sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
     sys.stdout.flush()
     print(
-        f"ostinato: {service.model_name}: dashboard at {url}, API under {url}/v1 (Ctrl-C ends it)",
+        f"ostinato: {model}: dashboard at {url}, API under {url}/v1 (Ctrl-C ends it)",
         file=sys.stderr,
     )
+    if not guarded and not ipaddress.ip_address(host).is_loopback:
+        print(
+            f"ostinato: whoever reaches {host} may use it: there is no key (OSTINATO_API_KEY)",
+            file=sys.stderr,
+        )
 
 
 def _allow_many_files() -> None:
