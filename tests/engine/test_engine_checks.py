@@ -145,8 +145,13 @@ def test_a_rate_is_a_share(rate: Any) -> None:
 def test_a_trace_that_cannot_be_written_ends_nothing(
     make_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "file").write_text("no directory")
-    llm = make_llm(shadow_rate=1.0, trace_dir=str(tmp_path / "file" / "below"))
+    """At the start it is refused; a disk that fills later stops no request."""
+    directory = tmp_path / "traces"
+    llm = make_llm(shadow_rate=1.0, trace_dir=str(directory))
+    directory.rmdir()
+    directory.write_text("no directory")
+    with pytest.raises(ConfigError, match="replay traces cannot be written to"):
+        make_llm(shadow_rate=1.0, trace_dir=str(directory))
     want = texts(llm)
     break_logits(llm)
     assert texts(llm) == want
