@@ -27,7 +27,7 @@ from ostinato.config import cache_dir
 from ostinato.engine.engine import Engine
 from ostinato.engine.front import FrontEngine
 from ostinato.moe.gathered import GatheredDispatcher
-from ostinato.moe.pairs import PairsKernel
+from ostinato.moe.pairs import BoundPairs
 from ostinato.parallel.shm import ShmGroup
 from ostinato.parallel.step_sync import StepSync
 
@@ -36,7 +36,7 @@ QUIET = 0.1
 """Cores that others may use in a turn that counts."""
 PARTS: dict[str, tuple[type, str]] = {
     "step sync": (StepSync, "gather"),
-    "experts": (PairsKernel, "__call__"),
+    "experts": (BoundPairs, "__call__"),
     "rows out": (GatheredDispatcher, "_gather"),
     "results home": (GatheredDispatcher, "_bring_home"),
     "waiting": (ShmGroup, "_sync"),

@@ -23,11 +23,12 @@ from ostinato.moe.gathered import GatheredDispatcher
 from ostinato.moe.home import Home
 from ostinato.moe.layer import MoELayer, reserve_moe_buffers
 from ostinato.moe.load import ExpertRows
-from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths, check_distinct, plan_home, rounded_pairs
+from ostinato.moe.pairs import ExpertShare, PairBuffers, StepWidths, check_distinct, plan_home
 from ostinato.moe.placement import ExpertPlacement
 from ostinato.moe.topk import TopKConfig
 from ostinato.ops.cpu.opset import open_numba_ops
 from ostinato.ops.opset import OpSet
+from ostinato.ops.pairs import rounded_pairs
 from ostinato.ops.reference import ReferenceOps
 from ostinato.parallel.collectives import Group, SingleGroup
 from ostinato.parallel.shm import ShmGroup, create_memory, map_memory, shm_supported

@@ -140,8 +140,10 @@ def _compile_ahead(
 
     compiler = runtime.compiler
     discard_unused(compiler.root)
-    quantized = config.quantization is not None
-    jobs = kernel_jobs(runtime.isa, dtype, mixture=mixture, quantized=quantized, coded=coded)
+    ranks, quantized = config.tp_size or config.dp_size, config.quantization is not None
+    jobs = kernel_jobs(
+        runtime.isa, dtype, mixture=mixture, quantized=quantized, coded=coded, parallel=ranks > 1
+    )
     if not os.access(compiler.directory, os.W_OK) and not all(compiler.has(job.name) for job in jobs):
         print(
             f"ostinato: compiled kernels cannot be kept in {compiler.root}, so every start compiles them anew; set "
@@ -153,7 +155,7 @@ def _compile_ahead(
         jobs,
         compiler,
         # One of an engine's ranks compiles for all of them, with the threads of all.
-        min(runtime.pool.num_threads * (config.tp_size or config.dp_size), os.cpu_count() or 1),
+        min(runtime.pool.num_threads * ranks, os.cpu_count() or 1),
         lambda done, total: report("Compiling kernels", done, total),
     )
     compiler.pending = build

@@ -20,7 +20,8 @@ from ostinato.errors import ParallelError
 from ostinato.graphs.stream import Kernel, Stream
 from ostinato.moe.dispatch import Dispatched
 from ostinato.moe.home import Home
-from ostinato.moe.pairs import Homecoming, check_distinct, plan_home, rounded_pairs
+from ostinato.moe.pairs import Homecoming, check_distinct, plan_home
+from ostinato.ops.pairs import rounded_pairs
 
 _NOBODY = np.int32(-1)
 

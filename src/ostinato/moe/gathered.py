@@ -11,15 +11,13 @@ or scaled to make up for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
 
-import numpy as np
 import torch
 
 from ostinato.graphs.stream import Kernel, Stream
 from ostinato.moe.dispatch import Dispatched
 from ostinato.moe.home import Home
-from ostinato.moe.pairs import plan_home, rounded_pairs
+from ostinato.ops.pairs import rounded_pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,43 +68,19 @@ class GatheredDispatcher:
     def _gather(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, sizes: tuple[int, ...]
     ) -> None:
-        b, share = self.home.buffers, self.home.share
-        start, count = self.home.own_rows(len(x))
+        home, b = self.home, self.home.buffers
+        start, count = home.own_rows(len(x))
         stop = start + count
-        b.send.x[:count].copy_(x[start:stop])
-        b.send.weights[:count].copy_(weights[start:stop])
-        b.send.ids[:count].copy_(ids[start:stop])
-        total = sum(sizes)
-        self.home.world.all_gather_rows(b.send.data, sizes, b.gathered.data[:total])
-
-        local = b.gathered.ids_host[:total] - share.first
-        found = np.flatnonzero(local.view(np.uint32) < share.per_rank)  # below 0 is far above
-        n, slots = len(found), local.shape[1]
-        at = found // slots
-        b.pairs.ids_host[:n, 0] = local.reshape(-1)[found]
-        if self.home.weights_on_input:
-            b.pairs.weights_host[:n, 0] = b.gathered.weights_host[at, found % slots]
-        else:
-            b.pairs.weights_host[:n, 0] = 1.0
-        # As pairs.x[:n] = gathered.x[at], in a fifth of the time.
-        torch.index_select(b.gathered.x, 0, torch.from_numpy(at), out=b.pairs.x[:n])
-        b.close_pairs(n)
-        self._plan(b.send.ids_host[:count], at, sizes)
-
-    def _plan(self, own: Any, at: Any, sizes: tuple[int, ...]) -> None:
-        """How many results go to whom, and how many come from whom."""
-        b, topology = self.home.buffers, self.home.topology
-        ends = np.searchsorted(at, np.cumsum(sizes)).tolist()
-        brought = [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-        if self.home.sharded:
-            b.counts_out = brought
-        else:  # what the leader brought goes to all that share its rows
-            b.counts_out = [brought[leader] for leader in self._leaders]
-        home = plan_home(self.home.share.owners(own), topology)
-        b.computed.count(len(at), len(home.order))
-        cast("Any", b.places.numpy())[: len(own)] = home.places
-        b.owner_counts = home.counts
-        b.counts_home = [home.counts[ep_rank] for ep_rank in self._ep_ranks]
+        home.pairs.send(x[start:stop], weights[start:stop], ids[start:stop])
+        home.world.all_gather_rows(b.send.data, sizes, b.gathered.data)
+        picked = home.pairs.pick(sizes, count)
+        brought, fetched = picked.brought, picked.home
+        b.num_pairs = sum(brought)
+        b.computed.count(b.num_pairs, sum(fetched))
+        # What a leader brought goes to all that share its rows.
+        b.counts_out = brought if home.sharded else [brought[leader] for leader in self._leaders]
+        b.owner_counts = tuple(fetched)
+        b.counts_home = [fetched[ep_rank] for ep_rank in self._ep_ranks]
 
     def _bring_home(self, out: torch.Tensor) -> None:
         self.home.bring(self._outgoing(), out)

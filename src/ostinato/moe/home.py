@@ -8,13 +8,22 @@ Invariant: a slot's result is added here exactly once, in slot order, whatever w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ostinato.graphs.stream import Kernel
-from ostinato.moe.pairs import ExpertShare, PairBuffers, PairsKernel, StepWidths, add_slices
+from ostinato.moe.pairs import (
+    BoundCalls,
+    ExpertShare,
+    PairBuffers,
+    PairsKernel,
+    ReferencePairs,
+    StepWidths,
+    add_slices,
+)
 from ostinato.ops.opset import OpSet
+from ostinato.ops.pairs import PairKernel, PairRule
 from ostinato.padding import attn_tp_shard_bounds
 from ostinato.parallel.collectives import Group
 from ostinato.parallel.topology import Topology
@@ -36,6 +45,15 @@ class Home:
     widths: StepWidths
     weights_on_input: bool = False
     sharded: bool = False
+    pairs: PairKernel = field(init=False)
+    combine: BoundCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        share, topology = self.share, self.share.topology
+        rule = PairRule(share.first, share.per_rank, topology.ep, topology.moe_tp, self.weights_on_input)
+        made = self.ops.pair_kernel(self.buffers.memory, rule, topology.tp)
+        object.__setattr__(self, "combine", BoundCalls(self.ops.combine_slots))
+        object.__setattr__(self, "pairs", made or ReferencePairs(self.buffers, share, rule))
 
     @property
     def topology(self) -> Topology:
@@ -58,8 +76,12 @@ class Home:
         start, count = self.own_rows(len(out))
         self.world.all_to_all(results, b.counts_out, b.home, b.counts_home)
         add_slices(b.home, b.owner_counts, self.topology.moe_tp)
-        weights = b.ones[:count] if self.weights_on_input else b.send.weights[:count]
-        own = out[start : start + count]
-        self.ops.combine_slots(b.home, b.places[:count], weights, own)
+        self.combine.run((out.data_ptr(), len(out)), lambda: self._own_slots(out[start : start + count]))
         if self.sharded and self.attn.size > 1:
-            self.attn.all_gather_rows(own, [count] * self.attn.size, out)
+            self.attn.all_gather_rows(out[start : start + count], [count] * self.attn.size, out)
+
+    def _own_slots(self, own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What `combine_slots` takes to sum the results of own rows into `own`."""
+        b, count = self.buffers, len(own)
+        weights = b.ones[:count] if self.weights_on_input else b.send.weights[:count]
+        return b.home, b.places[:count], weights, own

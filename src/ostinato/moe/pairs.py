@@ -9,8 +9,9 @@ integer arrays; knows nothing of transports. Invariant: a pair is computed by on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from ostinato.errors import ParallelError
 from ostinato.moe.load import ExpertRows
+from ostinato.ops.pairs import PairRule, PairTensors, Picked, RowTensors, no_expert, rounded_pairs
 from ostinato.parallel.topology import Topology
 
 Array = np.ndarray[Any, Any]
@@ -47,7 +49,7 @@ class ExpertShare:
         """Expert-parallel rank of each id, -1 for nobody. Raises ParallelError for an id that is no expert."""
         limit = self.per_rank * self.topology.ep
         if ids.size and int(ids.max()) >= limit:
-            raise ParallelError(f"expert id {int(ids.max())} is outside 0..{limit - 1}; the router is broken")
+            raise no_expert(int(ids.max()), limit)
         return cast("Array", ids // self.per_rank)  # which leaves -1 as it is
 
 
@@ -98,14 +100,6 @@ def add_slices(home: torch.Tensor, counts: Sequence[int], moe_tp: int) -> None:
         start += count * moe_tp
 
 
-def rounded_pairs(n: int) -> int:
-    """A number of pairs to run that is one of few: kernels are bound to shapes."""
-    step = 8
-    while n > 8 * step:
-        step *= 2
-    return -(-n // step) * step
-
-
 @dataclass(slots=True)
 class Parcel:
     """Rows of x, weights and ids side by side in one buffer of bytes, so that one collective moves them all."""
@@ -116,6 +110,11 @@ class Parcel:
     ids: torch.Tensor
     ids_host: Array = field(repr=False)
     weights_host: Array = field(repr=False)
+
+    @property
+    def rows(self) -> RowTensors:
+        """Its three tensors."""
+        return RowTensors(self.x, self.weights, self.ids)
 
     @classmethod
     def reserve(cls, rows: int, hidden_size: int, slots: int, dtype: torch.dtype) -> Parcel:
@@ -189,6 +188,11 @@ class PairBuffers:
             computed=computed or ExpertRows(),
         )
 
+    @property
+    def memory(self) -> PairTensors:
+        """What a `PairKernel` works on."""
+        return PairTensors(self.send.rows, self.gathered.rows, self.pairs.rows, self.places)
+
     def close_pairs(self, n: int) -> None:
         """Say that the first n pairs are work; those up to the next round number are nobody's."""
         self.num_pairs = n
@@ -196,6 +200,61 @@ class PairBuffers:
 
 
 _NOBODY = np.int32(-1)
+_MOST_CALLS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferencePairs:
+    """`PairKernel` by NumPy."""
+
+    buffers: PairBuffers
+    share: ExpertShare
+    rule: PairRule
+
+    def send(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        own, n = self.buffers.send, len(x)
+        own.x[:n].copy_(x)
+        own.weights[:n].copy_(weights)
+        own.ids[:n].copy_(ids)
+
+    def pick(self, sizes: Sequence[int], own: int) -> Picked:
+        b = self.buffers
+        local = b.gathered.ids_host[: sum(sizes)] - self.rule.first
+        found = np.flatnonzero(local.view(np.uint32) < self.rule.per_rank)  # below 0 is far above
+        n, slots = len(found), local.shape[1]
+        at = found // slots
+        b.pairs.ids_host[:n, 0] = local.reshape(-1)[found]
+        weights = b.gathered.weights_host[at, found % slots] if self.rule.weights_on_input else 1.0
+        b.pairs.weights_host[:n, 0] = weights
+        torch.index_select(b.gathered.x, 0, torch.from_numpy(at), out=b.pairs.x[:n])
+        b.close_pairs(n)
+        ends = np.searchsorted(at, np.cumsum(sizes)).tolist()
+        home = plan_home(self.share.owners(b.send.ids_host[:own]), self.share.topology)
+        cast("Any", b.places.numpy())[:own] = home.places
+        return Picked(
+            [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)], list(home.counts)
+        )
+
+
+class BoundCalls:
+    """Calls of one kernel on memory that stays where it is, each bound once to its tensors where the kernel can be."""
+
+    __slots__ = ("_calls", "_kernel")
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._calls: dict[object, Callable[[], object]] = {}
+
+    def run(self, key: object, arguments: Callable[[], tuple[Any, ...]]) -> None:
+        """Call it with the arguments that `key` stands for; they are asked for the first time."""
+        call = self._calls.get(key)
+        if call is None:
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
+            bind = getattr(self._kernel, "bind", None)
+            made = arguments()
+            call = self._calls[key] = bind(*made) if callable(bind) else partial(self._kernel, *made)
+        call()
 
 
 class PairsKernel:
@@ -207,7 +266,10 @@ class PairsKernel:
         self._buffers = buffers
         self._experts = experts
 
-    def __call__(
+    def __call__(self, *args: Any) -> None:
+        self.bind(*args)()
+
+    def bind(
         self,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -215,7 +277,27 @@ class PairsKernel:
         experts: Any,
         weights_on_input: bool,
         out: torch.Tensor,
-    ) -> None:
+    ) -> BoundPairs:
+        """The kernel over these tensors, as many rows of them as there are pairs at each call."""
+        tensors = x, topk_weights, topk_ids, experts, weights_on_input, out
+        return BoundPairs(self._buffers, self._experts, tensors)
+
+
+class BoundPairs:
+    """A `PairsKernel` bound to tensors that all pairs fit in."""
+
+    __slots__ = ("_arguments", "_buffers", "_calls")
+
+    def __init__(self, buffers: PairBuffers, experts: Any, arguments: tuple[Any, ...]) -> None:
+        self._buffers = buffers
+        self._arguments = arguments
+        self._calls = BoundCalls(experts)
+
+    def __call__(self) -> None:
         n = rounded_pairs(self._buffers.num_pairs)
         if n:
-            self._experts(x[:n], topk_weights[:n], topk_ids[:n], experts, weights_on_input, out[:n])
+            self._calls.run(n, lambda: self._first(n))
+
+    def _first(self, n: int) -> tuple[Any, ...]:
+        x, topk_weights, topk_ids, experts, weights_on_input, out = self._arguments
+        return x[:n], topk_weights[:n], topk_ids[:n], experts, weights_on_input, out[:n]

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from ostinato.ops.pairs import PairKernel, PairRule, PairTensors
 from ostinato.padding import PadContract
 
 
@@ -177,6 +178,10 @@ class OpSet(Protocol):
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         """A kernel that has the bits of `moe.routing` for this rule, or None: route by torch ops."""
+        ...
+
+    def pair_kernel(self, memory: PairTensors, rule: PairRule, ranks: int) -> PairKernel | None:
+        """A kernel with the bits of `moe.pairs.ReferencePairs`, for rows of so many ranks, or None: use that."""
         ...
 
     def embedding(self, ids: torch.Tensor, table: EmbeddingTable, out: torch.Tensor) -> None:

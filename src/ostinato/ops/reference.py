@@ -26,6 +26,7 @@ from ostinato.ops.opset import (
     Weight,
     whole_weight,
 )
+from ostinato.ops.pairs import PairKernel, PairRule, PairTensors
 from ostinato.padding import PadContract, align_up
 
 ROW_BLOCK = 8
@@ -152,6 +153,9 @@ class ReferenceOps:
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         return None  # `moe.routing` itself is the reference
+
+    def pair_kernel(self, memory: PairTensors, rule: PairRule, ranks: int) -> PairKernel | None:
+        return None  # as is `moe.pairs`
 
     def embedding(self, ids: torch.Tensor, table: EmbeddingTable, out: torch.Tensor) -> None:
         assert isinstance(table, torch.Tensor), "a table packed by another op set"

@@ -37,7 +37,7 @@ class Group(Protocol):
         ...
 
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
-        """out [sum(counts), ...] = the leading counts[rank] rows of every rank's x, one behind the other."""
+        """out [:sum(counts)] = the leading counts[rank] rows of every rank's x, one behind the other."""
         ...
 
     def all_to_all(

@@ -82,9 +82,9 @@ class ShmGroup:
 
     def all_gather_rows(self, x: torch.Tensor, counts: Sequence[int], out: torch.Tensor) -> None:
         row = _row_bytes(x)
-        _check("out", out[: sum(counts)], row * sum(counts))
         sizes = [row * count for count in counts]
-        _check("x", x[: counts[self.rank]], sizes[self.rank])
+        _check_room("out", out, sum(sizes))
+        _check_room("x", x, sizes[self.rank])
         source, target = x.data_ptr(), out.data_ptr()
         for start in range(0, max(*sizes, 1), self._capacity):
             payload = self._open(self.rank, _GATHER, sum(sizes))
@@ -119,8 +119,8 @@ class ShmGroup:
     ) -> None:
         row = _row_bytes(send)
         total = row * sum(send_counts)
-        _check("send", send[: sum(send_counts)], total)
-        _check("recv", recv[: sum(recv_counts)], _row_bytes(recv) * sum(recv_counts))
+        _check_room("send", send, total)
+        _check_room("recv", recv, row * sum(recv_counts))
         turn, turns = 0, 1
         while turn < turns:
             first = turn * self._capacity
@@ -272,6 +272,14 @@ def _row_bytes(x: torch.Tensor) -> int:
     for extent in x.shape[1:]:
         elements *= extent
     return elements * x.element_size()
+
+
+def _check_room(name: str, x: torch.Tensor, nbytes: int) -> None:
+    if not x.is_contiguous() or x.numel() * x.element_size() < nbytes:
+        raise ValueError(
+            f"{name} must be contiguous with {nbytes} bytes or more, got {tuple(x.shape)} {x.dtype}, "
+            f"strides {x.stride()}"
+        )
 
 
 def _check(name: str, x: torch.Tensor, nbytes: int) -> None:

@@ -30,6 +30,7 @@ from ostinato.ops.cpu.moe import moe_entry, moe_worker
 from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
 from ostinato.ops.cpu.packing import pack_entry, pack_worker
 from ostinato.ops.cpu.paged_step import attention_entry, attention_worker
+from ostinato.ops.cpu.pairs import pairs_entry
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, copy_bf16_row, copy_fp32_row
 from ostinato.ops.cpu.rope_ir import ROW_FUNCTIONS
 from ostinato.ops.cpu.routing_ir import SCORE_FUNCTIONS, SCORE_KIND
@@ -70,7 +71,13 @@ class KernelJob:
 
 
 def kernel_jobs(
-    isa: Isa, dtype: torch.dtype, *, mixture: bool, quantized: bool, coded: bool = False
+    isa: Isa,
+    dtype: torch.dtype,
+    *,
+    mixture: bool,
+    quantized: bool,
+    coded: bool = False,
+    parallel: bool = False,
 ) -> list[KernelJob]:
     """Jobs of a model in `dtype`, those that loading waits for first, then the longest."""
     kind = kind_for(dtype, isa).name
@@ -91,6 +98,8 @@ def kernel_jobs(
     if mixture:
         libraries.insert(0, f"routing.{SCORE_KIND.name}")
         kernels = [moe_worker, routing_worker, moe_entry, *kernels, routing_entry]
+        if parallel:
+            loading.append(pairs_entry)
     jobs = [KernelJob(kernel_name(kernel), 1) for kernel in loading]
     jobs += [KernelJob(name) for name in libraries[: int(mixture)]]
     jobs += [KernelJob(kernel_name(kernel), 1) for kernel in kernels]

@@ -23,10 +23,12 @@ from ostinato.ops.cpu.launch import Runtime, open_runtime
 from ostinato.ops.cpu.linear import Linear, LinearWeights
 from ostinato.ops.cpu.native import NativeLibrary
 from ostinato.ops.cpu.packing import Packer, pack_bias
+from ostinato.ops.cpu.pairs import CompiledPairs
 from ostinato.ops.cpu.routing import Routing, score_library, supports
 from ostinato.ops.cpu.row_ops import RowOps
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.opset import PackedSize, RoutingKernel, RoutingRule, Weight
+from ostinato.ops.pairs import PairKernel, PairRule, PairTensors
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import PadContract
 
@@ -76,6 +78,9 @@ class NumbaOps:
             return None
         self._scores = self._scores or score_library(self.runtime)
         return Routing(self.runtime, self.scratch, self._scores, rule)
+
+    def pair_kernel(self, memory: PairTensors, rule: PairRule, ranks: int) -> PairKernel | None:
+        return CompiledPairs(self.runtime, memory, rule, ranks)
 
     @property
     def name(self) -> str:

@@ -34,7 +34,9 @@ def spread_stride(row_bytes: int) -> int:
 
 
 @intrinsic
-def _copy_bytes(typing_context: Any, source: Any, target: Any, size: Any) -> tuple[Any, Any]:
+def copy_bytes(typing_context: Any, source: Any, target: Any, size: Any) -> tuple[Any, Any]:
+    """Copy `size` bytes from address to address."""
+
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         name = "llvm.memcpy.p0.p0.i64"
         function = builder.module.globals.get(name)
@@ -50,12 +52,12 @@ def _copy_bytes(typing_context: Any, source: Any, target: Any, size: Any) -> tup
 
 def copy_bf16_row(source: int, target: int, columns: int) -> None:
     """Copy a row of bf16."""
-    _copy_bytes(source, target, 2 * columns)
+    copy_bytes(source, target, 2 * columns)
 
 
 def copy_fp32_row(source: int, target: int, columns: int) -> None:
     """Copy a row of fp32."""
-    _copy_bytes(source, target, 4 * columns)
+    copy_bytes(source, target, 4 * columns)
 
 
 RowFunction = Callable[[int, int, int], None]

@@ -14,6 +14,7 @@ import torch
 from ostinato.ops.cuda import choice, elementwise, experts, gemm, norms, rotary, routing
 from ostinato.ops.cuda.scratch import Scratch
 from ostinato.ops.opset import EmbeddingTable, PackedSize, RoutingKernel, RoutingRule, Weight, pieces_of
+from ostinato.ops.pairs import PairKernel, PairRule, PairTensors
 from ostinato.ops.reference import ReferenceOps
 from ostinato.padding import PadContract
 
@@ -84,6 +85,9 @@ class TritonOps:
 
     def routing_kernel(self, rule: RoutingRule) -> RoutingKernel | None:
         return routing.TritonRouting(rule) if routing.supports(rule) else None
+
+    def pair_kernel(self, memory: PairTensors, rule: PairRule, ranks: int) -> PairKernel | None:
+        return None
 
     def _bias(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         return None if bias is None else bias.to(self.device).contiguous()
