@@ -87,6 +87,9 @@ def main(opened: Callable[[Engine], None] | None = None) -> int:
         finally:
             engine.close()
         return 0
+    except ParallelError as error:  # says which rank, which is more than where this one waited
+        print(f"ostinato: {error}", file=sys.stderr, flush=True)
+        os._exit(CRASHED)
     except Exception:
         traceback.print_exc()
         os._exit(CRASHED)  # at once: the server tells every client when this process is gone
@@ -236,6 +239,8 @@ class _Loop:
     def _step(self) -> None:
         try:
             deltas = self._engine.step_deltas()
+        except ParallelError:
+            raise  # there is no next step
         except Exception:
             # The step's requests have ended with reason "error", and their owners hear of it now. An engine that cannot
             # go on at all raises again, and with it this process ends.
