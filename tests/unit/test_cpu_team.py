@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ostinato.ops.cpu.launch import FOLLOWS, FOLLOWS_SHARE, NO_TEAM, TEAM, Launch, open_runtime
+from ostinato.ops.cpu.launch import COUNTER, FOLLOWS, FOLLOWS_SHARE, NO_TEAM, SOON, TEAM, Launch, open_runtime
 from ostinato.ops.cpu.linear import LinearWeights
 from ostinato.ops.cpu.opset import NumbaOps
 
@@ -97,3 +97,23 @@ def test_chains_of_chains_are_one_chain() -> None:
     assert int(narrow.block[FOLLOWS]) == 0  # experts are chosen by what runs
     assert int(add.block[FOLLOWS]) == int(norm.block[FOLLOWS]) == int(wide.streamed.address)  # type: ignore[union-attr]
     assert int(experts.block[FOLLOWS]) == int(launches[7].streamed.address)  # type: ignore[union-attr]
+
+
+def test_a_chain_shares_counters_and_knows_what_small_launches_touch() -> None:
+    """Behind a launch that streams: blocks and weights up to the next one that does; behind a small one nothing."""
+    launches = layers(opset(2, None), torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16), depth=2)
+    chain = Launch.chain(launches)
+    assert len({int(launch.block[COUNTER]) for launch in launches}) == 1
+    experts, add, norm, wide = launches[4:8]
+    lists = next(words for words in reversed(experts.kept) if isinstance(words, torch.Tensor))
+
+    def asked(launch: Launch) -> set[int]:
+        start = (int(launch.block[SOON]) - lists.data_ptr()) // 8
+        return set(lists[start + 1 : start + 1 + int(lists[start])].tolist())
+
+    wanted = [add.address, norm.address, wide.address, *(address for address, _ in norm.touched)]
+    assert len(norm.touched) == 3  # x, weight, out
+    assert {address // 64 * 64 for address in wanted} <= asked(experts)
+    assert not asked(add)
+    assert not asked(launches[-1])
+    assert len(chain.parts) == len(launches)

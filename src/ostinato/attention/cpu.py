@@ -22,7 +22,7 @@ from ostinato.ops.cpu import paged_attention as field
 from ostinato.ops.cpu.attention_ir import PAGE
 from ostinato.ops.cpu.attention_state_ir import ATTENTION_FUNCTIONS
 from ostinato.ops.cpu.lane_kinds import kind_for
-from ostinato.ops.cpu.launch import Launch, Runtime
+from ostinato.ops.cpu.launch import UNKNOWN, Launch, Runtime
 from ostinato.ops.cpu.native import NativeLibrary
 from ostinato.ops.cpu.paged_step import attention_entry, attention_worker
 from ostinato.padding import PadContract, StepMode, StepShape
@@ -158,9 +158,11 @@ class CpuAttention:
             field.SLOTS: slots.data_ptr(),
             field.FACTOR: struct.unpack("<I", struct.pack("<f", layer.scale * math.log2(math.e)))[0],
         }
-        return self._runtime.launch(
+        launch = self._runtime.launch(
             attention_entry, attention_worker, values, field.NUM_FIELDS, (self, *kept)
         )
+        launch.streamed = UNKNOWN  # what lies in which pages is known when it runs
+        return launch
 
     def _fixed_fields(self) -> Mapping[int, int]:
         """What does not change between launches."""

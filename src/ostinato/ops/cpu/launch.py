@@ -15,7 +15,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from ostinato.ops.cpu.compile import Compiler
 from ostinato.ops.cpu.intrinsics import call_address, call_barrier, run_team
 from ostinato.ops.cpu.isa import Isa, select_isa
 from ostinato.ops.cpu.jit import njit
-from ostinato.ops.cpu.memory import fetch_add, load_i64, store_i64
+from ostinato.ops.cpu.memory import fetch_add, load_i64, prefetch_line, store_i64
 from ostinato.ops.cpu.team import AHEAD_BYTES, TEAM_WORDS, YIELD, begin, end, help_out, meet, open_launch
 from ostinato.ops.cpu.threads import ThreadPool, open_pool
 
@@ -38,8 +38,9 @@ from ostinato.ops.cpu.threads import ThreadPool, open_pool
     TEAM,  # address of the team of the chain that runs the launch, or one of the numbers below
     FOLLOWS,  # in a chain: address of the weights that the next launch reads, 0 for none
     FOLLOWS_SHARE,  # bytes of them that a thread begins with
+    SOON,  # in a chain: address of a list, its length first, of cache lines that the next launches touch; or 0
     FIRST_FIELD,
-) = range(10)
+) = range(11)
 NO_TEAM, WANTED, ALONE = range(
     3
 )  # for TEAM: no chain; a chain that asks whether one is worth it; nobody else
@@ -51,13 +52,13 @@ SMALL_WORK = 16384  # 4-byte words touched, below which starting the team costs 
 SMALL_IN_CHAIN = 4096  # and where the team is there already
 
 _MOST_LAUNCHES = 4096
+_MOST_SOON = 256  # lines asked for at the end of a launch
 
 Entry = Callable[[int], None]
 _ENTRY_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
+class Streamed(NamedTuple):
     """Weights that a launch reads front to back: their address, and the bytes of each thread's share."""
 
     address: int
@@ -70,10 +71,11 @@ UNKNOWN = Streamed(0, 0)  # much, but what is known only when it runs
 class Launch:
     """A kernel bound to its tensors: call it to run. `chain` makes one call of many, its `parts`.
 
-    `streamed`: what it reads; None for next to nothing.
+    `streamed`: what it reads; None for next to nothing. `touched`: places (address, bytes) that it reads or writes
+    whatever the step, its block not among them; of tensors the first row is enough.
     """
 
-    __slots__ = ("_make_chain", "_run", "address", "block", "entry", "kept", "parts", "streamed")
+    __slots__ = ("_make_chain", "_run", "address", "block", "entry", "kept", "parts", "streamed", "touched")
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Launch:
         self.address = block.data_ptr()
         self.kept = kept
         self.streamed: Streamed | None = None
+        self.touched: tuple[tuple[int, int], ...] = ()
         self.parts = parts
         self._run: Any = _ENTRY_TYPE(entry)
         self._make_chain = make_chain
@@ -139,12 +142,14 @@ class Runtime:
         self, entry: Entry, worker: Entry, values: Mapping[int, int], num_fields: int, kept: tuple[Any, ...]
     ) -> Launch:
         """A launch of `entry` with these fields (by index), keeping `kept` alive."""
-        lines = COUNTERS + PHASES * self.pool.num_threads
-        counters = torch.zeros(8 * lines + 8, dtype=torch.int64)
+        counters = self._counters()
         fields = {**self._common(worker, counters), **values}
         block = torch.tensor([fields.get(i, 0) for i in range(num_fields)], dtype=torch.int64)
         owned = (counters, self.compiler, *kept)
         return Launch(self.compiler.address(entry), block, owned, self._chain)
+
+    def _counters(self) -> torch.Tensor:
+        return torch.zeros(8 * (COUNTERS + PHASES * self.pool.num_threads) + 8, dtype=torch.int64)
 
     def _common(self, worker: Entry, counters: torch.Tensor) -> dict[int, int]:
         return {
@@ -156,7 +161,10 @@ class Runtime:
         }
 
     def _chain(self, parts: tuple[Launch, ...]) -> Launch:
-        """One launch of all these, each told what the next one streams."""
+        """One launch of all these, each told what the next one streams.
+
+        They take turns with the same counters: those of its own each launch would find in memory, not in a cache.
+        """
         team = torch.zeros(16, dtype=torch.int64)
         begin_of_team = (_aligned(team) - team.data_ptr()) // 8
         assert TEAM_WORDS <= 8
@@ -166,18 +174,30 @@ class Runtime:
         block = torch.tensor(
             [*words, *(word for part in parts for word in (part.entry, part.address))], dtype=torch.int64
         )
-        for part, following in zip(parts, _next_streams(parts), strict=True):
-            part.block[FOLLOWS], part.block[FOLLOWS_SHARE] = following.address, following.share
+        counters, lists = self._counters(), [_soon(parts, number) for number in range(len(parts))]
+        soon = torch.tensor([word for lines in lists for word in (len(lines), *lines)], dtype=torch.int64)
+        at = soon.data_ptr()
+        for number, (part, lines) in enumerate(zip(parts, lists, strict=True)):
+            streamed = (later.streamed for later in parts[number + 1 :] if later.streamed is not None)
+            part.block[FOLLOWS], part.block[FOLLOWS_SHARE] = next(streamed, UNKNOWN)
+            part.block[COUNTER], part.block[SOON] = _aligned(counters), at
+            part.kept = (*part.kept, counters, soon)
+            at += 8 * (1 + len(lines))
         return Launch(self.compiler.address(chain_entry), block, (team, self.compiler), self._chain, parts)
 
 
-def _next_streams(parts: Sequence[Launch]) -> list[Streamed]:
-    """For each launch, what the next one reads that reads much."""
-    following, found = UNKNOWN, []
-    for part in reversed(parts):
-        found.append(following)
-        following = part.streamed or following
-    return found[::-1]
+def _soon(parts: Sequence[Launch], number: int) -> list[int]:
+    """Cache lines that are touched between launch `number`, if it streams, and the next one that does, whose block is
+    the last of them.
+    """
+    lines: dict[int, None] = {}
+    if parts[number].streamed is not None:
+        for part in parts[number + 1 :]:
+            for address, size in ((part.address, 8 * part.block.numel()), *part.touched):
+                lines |= dict.fromkeys(range(address // 64 * 64, address + size, 64))
+            if part.streamed is not None:
+                break
+    return list(lines)[:_MOST_SOON]
 
 
 def _aligned(words: torch.Tensor) -> int:
@@ -258,6 +278,16 @@ def draw(p: int, phase: int, owner: int, tasks: int) -> int:
 
 
 @njit(error_model="numpy")
+def _ask_for_soon(lines: int) -> None:
+    """Ask for the lines of a list: what small launches touch lies in memory, and they would wait for one line after
+    the other.
+    """
+    if lines != 0:
+        for i in range(load_i64(lines)):
+            prefetch_line(load_i64(lines + 8 + 8 * i))
+
+
+@njit(error_model="numpy")
 def run_worker(p: int, work: int) -> None:
     """Run the worker in the team; alone when the work is small or there is no team."""
     threads, parallel = load_i64(p + 8 * THREADS), load_i64(p + 8 * PARALLEL)
@@ -269,6 +299,7 @@ def run_worker(p: int, work: int) -> None:
         else:
             open_launch(team, worker, p)
             call_address(worker, p)
+            _ask_for_soon(load_i64(p + 8 * SOON))
             ahead = load_i64(p + 8 * FOLLOWS)
             meet(team, ahead, ahead + min(load_i64(p + 8 * FOLLOWS_SHARE), AHEAD_BYTES))
     elif parallel == 0 or (threads > 1 and work < SMALL_WORK):

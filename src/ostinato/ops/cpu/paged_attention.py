@@ -18,9 +18,10 @@ from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES
 from ostinato.ops.cpu.attention_stream_ir import STREAM_ROWS
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import FIRST_FIELD
-from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, store_i64
+from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, prefetch_line, store_i64
 
 TILE_ROWS = 48
+_FIRST_BYTES = 8192  # of V that a chunk asks for before its scores
 PARTS_PER_THREAD = 3  # of decode: heads of a chunk are parted until there are so many tasks a thread
 
 # The parameter block: int64 fields by index, after those of every launch. Addresses and strides are in bytes.
@@ -284,6 +285,17 @@ def _mix_partly(
 
 
 @njit(error_model="numpy")
+def _ask_for_values(p: int, pages: int, at: int, stop: int, heads: int) -> None:
+    """Ask for V of a chunk's first block, or what of it comes while scores wait for K: nothing did so before."""
+    left, size = _FIRST_BYTES, heads * head_bytes(p)
+    for j in range(min((stop - at + PAGE - 1) // PAGE, BLOCK // PAGE)):
+        page = load_i64(pages + 8 * j)
+        for line in range(0, min(size, left), 64):
+            prefetch_line(page + line)
+        left -= size
+
+
+@njit(error_model="numpy")
 def attend_chunk(
     p: int, scratch: int, n: int, request: int, head: int, heads: int, start: int, state: int, acc: int
 ) -> None:
@@ -298,6 +310,8 @@ def attend_chunk(
     at = max(start, seen_low // BLOCK * BLOCK)
     stop = min(start + CHUNK, seen_high)
     _find_pages(p, table_row(p, request), head, at, seen_high, pages)
+    if n <= STREAM_ROWS:
+        _ask_for_values(p, pages + 64, at, stop, heads)
     while at < stop:
         _find_next(p, request, head, heads, at, seen_low, seen_high, pages + 128)
         low = max(0, (seen_low - at) // PAGE)

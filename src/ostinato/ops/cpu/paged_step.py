@@ -113,11 +113,14 @@ def _partial_bytes(p: int) -> int:
 
 @njit(error_model="numpy")
 def _part_heads(p: int, rows: int, chunks: int) -> int:
-    """KV heads of one task where tasks are chunks: whole pages stream best, if there are tasks for all threads."""
+    """KV heads of one task where tasks are chunks: whole pages stream best, if there are tasks for all threads. Few
+    tasks are enough for a chunk alone, whose every beginning waits for memory.
+    """
     if rows > STREAM_ROWS:
         return 1
-    kv_heads = load_i64(p + 8 * KV_HEADS)
-    parts = (PARTS_PER_THREAD * load_i64(p + 8 * THREADS) + chunks - 1) // max(chunks, 1)
+    kv_heads, threads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * THREADS)
+    wanted = threads if chunks == 1 else PARTS_PER_THREAD * threads
+    parts = (wanted + chunks - 1) // max(chunks, 1)
     return max(min((kv_heads + parts - 1) // max(parts, 1), TILE_ROWS // max(rows, 1)), 1)
 
 

@@ -79,9 +79,11 @@ class Routing:
             field.SCRATCH: scratch.data_ptr(),
             field.SCRATCH_STRIDE: stride,
         }
-        return self._runtime.launch(
+        launch = self._runtime.launch(
             field.routing_entry, field.routing_worker, fields, field.NUM_FIELDS, (self, scratch)
         )
+        launch.touched = tuple((x.data_ptr(), stride_bytes(x)) for x in (logits, weights, ids) if len(x))
+        return launch
 
     def _check(
         self,

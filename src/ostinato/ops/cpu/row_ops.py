@@ -57,7 +57,29 @@ class RowKernel:
         rows = self._describe(*args)
         library = self._libraries.of(rows.dtype)
         fields = {**rows.fields, field.FUNCTION: library.addresses[rows.function]}
-        return self._runtime.launch(field.rows_entry, field.rows_worker, fields, field.NUM_FIELDS, (library,))
+        launch = self._runtime.launch(
+            field.rows_entry, field.rows_worker, fields, field.NUM_FIELDS, (library,)
+        )
+        launch.touched = _touched(rows)
+        return launch
+
+
+def _touched(rows: Rows) -> tuple[tuple[int, int], ...]:
+    """Places that the first row touches, but for a table, whose row is known when it runs."""
+    fields = rows.fields
+    vector = fields[field.DIM] * rows.dtype.itemsize
+    row = fields.get(field.X_HEADS, 0) * vector
+    sizes = {
+        field.COUNT: 4,
+        field.POSITIONS: 8,
+        field.WEIGHT: vector,
+        field.BIAS: vector,
+        field.Y_WEIGHT: vector,
+        field.X: row,
+        field.Y: fields.get(field.Y_HEADS, 1) * vector,
+        field.OUT: row,
+    }
+    return tuple((fields[index], size) for index, size in sizes.items() if fields.get(index, 0) and size)
 
 
 class RowLibraries:
