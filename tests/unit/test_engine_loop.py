@@ -120,13 +120,11 @@ def test_a_step_that_fails_is_not_the_end(bench: Bench, capsys: pytest.CaptureFi
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_engine_that_cannot_go_on_ends_the_loop(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    error = ParallelError("rank 1 has died")
-    bench.engine.script = [lambda: fail(error), lambda: fail(error)]
+def test_an_engine_that_cannot_go_on_ends_the_loop(bench: Bench) -> None:
+    bench.engine.script = [lambda: fail(ParallelError("rank 1 has died"))]
     bench.tell(Submit("a", [1], {}))
-    with pytest.raises(ParallelError):
+    with pytest.raises(ParallelError, match="rank 1 has died"):
         bench.loop.run()
-    assert "rank 1" in capsys.readouterr().err
 
 
 def test_an_idle_engine_tells_its_state_and_waits(bench: Bench) -> None:
