@@ -28,22 +28,19 @@ class CodedPacker(Packer):
             return super().pack(weight, gated=gated, dtype=dtype)
         rows, columns = weight.shape[-2:]
         count = weight.shape[0] if len(weight.shape) == 3 else 1
-        plain = empty_panels(1, rows, columns, torch.bfloat16, gated=gated)
-        coded = _Coded(self._runtime, plain, count)
+        coded = _Coded(self._runtime, count, rows, columns, gated)
         current, come = -1, 0  # matrix, and rows of it that came in order from its beginning on
         for matrix, first, piece in pieces_of(weight):
             if matrix != current:
-                if current >= 0:
-                    coded.finish(current)
+                coded.begin(matrix)
                 current, come = matrix, 0
-            self.write_rows(plain, 0, piece, first)
+            self.write_rows(coded.plain, coded.slot, piece, first)
             if come == first:
                 come += len(piece)
-                coded.advance(current, _whole_panels(plain, come))
-        if current >= 0:
-            coded.finish(current)
+                coded.advance(_whole_panels(coded.plain, come))
+        coded.flush()
         panels = coded.panels()
-        self._count(panels.nbytes, count * plain.matrix_bytes)
+        self._count(panels.nbytes, count * coded.plain.matrix_bytes)
         return panels
 
 
@@ -57,38 +54,54 @@ def _whole_panels(panels: Panels, rows: int) -> int:
 
 
 class _Coded:
-    """Coded matrices in the making, and the plain panels of the one in work."""
+    """Coded matrices in the making. `plain`: room for as many of them as make a block, or one, in plain panels."""
 
-    def __init__(self, runtime: Runtime, plain: Panels, count: int) -> None:
+    def __init__(self, runtime: Runtime, count: int, rows: int, columns: int, gated: bool) -> None:
+        one = empty_panels(1, rows, columns, torch.bfloat16, gated=gated)
+        batch = min(count, max(1, _BLOCK_BYTES // max(one.matrix_bytes, 1)))
+        self.plain = one if batch == 1 else empty_panels(batch, rows, columns, torch.bfloat16, gated=gated)
         self._runtime = runtime
-        self._plain = plain
-        self._starts = torch.zeros(count, plain.num_panels, dtype=torch.int64)
-        most = count * (plain.matrix_bytes + plain.num_panels * coding.HEADER_BYTES)
+        self._batch = batch
+        self._block = max(1, _BLOCK_BYTES // max(one.panel_bytes, 1))
+        self._starts = torch.zeros(count, one.num_panels, dtype=torch.int64)
+        most = count * (one.matrix_bytes + one.num_panels * coding.HEADER_BYTES)
         self._words = mapped_zeros((most // _WORD + 16,), torch.int32, huge=True)
         self._words = self._words[-self._words.data_ptr() % 64 // _WORD :]
         self._used = 0  # bytes of it
-        self._done = 0  # panels of the matrix in work
+        self._matrices: list[int] = []  # in the plain panels
+        self._done = 0  # plain panels that are coded
         self._left = set(range(count))
 
-    def advance(self, matrix: int, panels: int) -> None:
-        """Code whole blocks of what is there: the first so many panels."""
-        block = max(1, _BLOCK_BYTES // self._plain.panel_bytes)
-        while panels - self._done >= block:
-            self._code(matrix, self._done + block)
+    @property
+    def slot(self) -> int:
+        """Where in the plain panels the matrix in work lies."""
+        return len(self._matrices) - 1
 
-    def finish(self, matrix: int) -> None:
-        """Code what is left of a matrix."""
-        block = max(1, _BLOCK_BYTES // self._plain.panel_bytes)
-        while self._done < self._plain.num_panels:
-            self._code(matrix, min(self._done + block, self._plain.num_panels))
-        self._done = 0
-        self._left.discard(matrix)
-
-    def _code(self, matrix: int, end: int) -> None:
-        """Code the panels of a matrix up to `end`."""
+    def begin(self, matrix: int) -> None:
+        """What comes next is of another matrix; nothing more comes of the last."""
         assert matrix in self._left, f"the pieces of matrix {matrix} do not come together"
-        runtime, plain, first = self._runtime, self._plain, self._done
-        source = plain.words[0, first:end]
+        if len(self._matrices) == self._batch:
+            self.flush()
+        self._left.remove(matrix)
+        self._matrices.append(matrix)
+
+    def advance(self, panels: int) -> None:
+        """Code whole blocks of what is there: the first so many panels of the matrix in work, and all before."""
+        there = self.slot * self.plain.num_panels + panels
+        while there - self._done >= self._block:
+            self._code(self._done + self._block)
+
+    def flush(self) -> None:
+        """Code all that is left; the plain panels are free again."""
+        there = len(self._matrices) * self.plain.num_panels
+        while self._done < there:
+            self._code(min(self._done + self._block, there))
+        self._matrices, self._done = [], 0
+
+    def _code(self, end: int) -> None:
+        """Code the plain panels up to `end`."""
+        runtime, plain, first = self._runtime, self.plain, self._done
+        source = plain.words.flatten(0, 1)[first:end]
         plans = _aligned_bytes((end - first) * coding.PLAN_SIZE)
         values = {
             coding.SOURCE: source.data_ptr(),
@@ -101,9 +114,10 @@ class _Coded:
         runtime.launch(coding.coding_entry, coding.plan_worker, values, coding.NUM_FIELDS, kept)()
         sizes = plans.view(end - first, coding.PLAN_SIZE)[:, coding.PLAN_BYTES_NEEDED :][:, :8]
         ends = sizes.contiguous().view(torch.int64).flatten().cumsum(0) + self._used
-        starts = self._starts[matrix, first:end]
-        starts[0] = self._used
-        starts[1:] = ends[:-1]
+        starts = torch.cat([torch.tensor([self._used]), ends[:-1]])
+        panels = torch.arange(first, end)
+        matrices = torch.tensor(self._matrices)[panels // plain.num_panels]
+        self._starts[matrices, panels % plain.num_panels] = starts
         targets = starts + self._words.data_ptr()
         values[coding.TARGETS] = targets.data_ptr()
         kept = (*kept, targets, self._words)
@@ -114,7 +128,7 @@ class _Coded:
 
     def panels(self) -> Panels:
         """All matrices."""
-        plain = self._plain
+        plain = self.plain
         assert not self._left or not plain.num_panels, f"matrices {sorted(self._left)} never came"
         words = self._words[: self._used // _WORD]
         return Panels(words, plain.rows, plain.columns, plain.dtype, plain.gated, self._starts)

@@ -23,7 +23,16 @@ from llvmlite import ir
 from ostinato.ops.cpu.intrinsics import stack_scratch
 from ostinato.ops.cpu.jit import intrinsic, njit, types
 from ostinato.ops.cpu.launch import COUNTER, FIRST_FIELD, TASKS, reset_counter, run_worker
-from ostinato.ops.cpu.memory import fetch_add, load_i32, load_i64, store_i8, store_i32, store_i64, zero_bytes
+from ostinato.ops.cpu.memory import (
+    fetch_add,
+    load_i32,
+    load_i64,
+    load_u8,
+    store_i8,
+    store_i32,
+    store_i64,
+    zero_bytes,
+)
 from ostinato.ops.cpu.tiles import STEP_BYTES, VECTORS
 from ostinato.ops.cpu.vector_ir import I8, I16, I32, I64, Lanes, Value
 
@@ -77,7 +86,7 @@ def _codes(lanes: Lanes, plan: Value, high: Value) -> Value:
 
 @intrinsic
 def code_group(typing_context: Any, source: Any, plan: Any, target: Any) -> tuple[Any, Any]:
-    """Write the coded form of a group; returns 0 if it holds: every high byte has a code."""
+    """Write the coded form of a group; returns a mask of the bytes that have no code in either step: 0 if it holds."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, plan, target = args
@@ -94,6 +103,16 @@ def code_group(typing_context: Any, source: Any, plan: Any, target: Any) -> tupl
         return b.bitcast(missing, I64)
 
     return types.int64(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def _lowest_bit(typing_context: Any, mask: Any) -> tuple[Any, Any]:
+    """Index of the lowest set bit of a mask that has one."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return Lanes(builder).call("llvm.cttz.i64", I64, args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64), emit
 
 
 @intrinsic
@@ -132,7 +151,7 @@ def _give_codes(counts: int, plan: int, given: int, most: int, least: int) -> in
     found, candidates = 0, counts + _COUNTS
     for value in range(256):
         count = load_i32(counts + 4 * value)
-        if count >= least and (load_i64(plan + value // 8 * 8) >> (value % 8 * 8)) & _NO_CODE != 0:
+        if count >= least and load_u8(plan + value) == _NO_CODE:
             store_i32(min(count, 1 << 22) * 256 + 255 - value, candidates + 4 * found)
             found += 1
     for code in range(given, most):
@@ -154,7 +173,7 @@ def _give_codes(counts: int, plan: int, given: int, most: int, least: int) -> in
 def _choose_table(panel: int, groups: int, plan: int, scratch: int) -> None:
     """The most frequent high bytes, and the codes they get.
 
-    Those that lead in a sample are sure of theirs; exactly counted are the values of groups that hold any other.
+    Those that lead in a sample are sure of theirs; the others are counted exactly.
     """
     counts, size = scratch, GROUP_STEPS * STEP_BYTES
     zero_bytes(counts, _COUNTS)
@@ -166,8 +185,15 @@ def _choose_table(panel: int, groups: int, plan: int, scratch: int) -> None:
     given = _give_codes(counts, plan, 0, _SURE, _SEEN)
     zero_bytes(counts, _COUNTS)
     for g in range(groups):
-        if code_group(panel + g * size, plan, scratch + _COUNTS) != 0:
-            _count_high_bytes(panel + g * size, size, counts)
+        missing = code_group(panel + g * size, plan, scratch + _COUNTS)
+        while missing != 0:
+            place = _lowest_bit(missing)
+            missing &= missing - 1
+            # The inverse of `half_bytes`; the high byte of one of the steps may have a code, which does no harm.
+            at = panel + g * size + 64 * (place // 8 % 2) + 16 * (place // 16) + 2 * (place % 8) + 1
+            for step in range(GROUP_STEPS):
+                counted = counts + 4 * load_u8(at + STEP_BYTES * step)
+                store_i32(load_i32(counted) + 1, counted)
     _give_codes(counts, plan, given, TABLE_SIZE, 1)
 
 

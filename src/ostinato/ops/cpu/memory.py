@@ -59,6 +59,16 @@ def store_i32(typing_context: Any, value: Any, address: Any) -> _Signature:
 
 
 @intrinsic
+def load_u8(typing_context: Any, address: Any) -> _Signature:
+    """The byte at `address`, as int64."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.zext(builder.load(builder.inttoptr(args[0], POINTER), typ=I8, align=1), I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
 def store_i8(typing_context: Any, value: Any, address: Any) -> _Signature:
     """Write the lowest byte of an int64 to `address`."""
 
