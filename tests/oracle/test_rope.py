@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -70,3 +71,13 @@ def test_table_equals_transformers(rope_type: str, params: dict[str, Any], num_p
     angles = torch.arange(num_positions).unsqueeze(1) * inv_freq
     expected = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
     torch.testing.assert_close(table, expected, rtol=0, atol=1e-6)
+
+
+def test_table_has_the_same_bits_on_every_cpu() -> None:
+    """Cosines and sines of the C library's, in fp64, rounded once: torch's own in fp32 are not."""
+    table = rope_table(RopeConfig("default", THETA, DIM, POSITIONS, POSITIONS, {}), POSITIONS)
+    inv_freq = 1.0 / THETA ** (torch.arange(0, DIM, 2) / DIM)
+    angles = (torch.arange(POSITIONS).unsqueeze(1) * inv_freq)[::7].double()
+    for half, function in ((0, math.cos), (DIM // 2, math.sin)):
+        expected = angles.clone().apply_(function).float()
+        assert torch.equal(table[::7, half : half + DIM // 2], expected)

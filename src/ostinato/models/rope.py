@@ -17,6 +17,8 @@ import torch
 
 from ostinato.errors import ModelError
 
+_ROWS_AT_ONCE = 4096  # of the table, so that fp64 takes little memory
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -47,7 +49,8 @@ class RopeConfig:
 def rope_table(rope: RopeConfig, num_positions: int) -> torch.Tensor:
     """fp32 [num_positions, dim]: dim / 2 cosines, then dim / 2 sines, scaled by the type's attention factor.
 
-    Raises ModelError when `num_positions` is more than the model's context.
+    Angles are fp32, as in the models' own code; their cosines and sines are rounded once from fp64, because torch's in
+    fp32 are other bits on other CPUs. Raises ModelError when `num_positions` is more than the model's context.
     """
     if num_positions > rope.max_positions:
         raise ModelError(
@@ -56,7 +59,11 @@ def rope_table(rope: RopeConfig, num_positions: int) -> torch.Tensor:
         )
     inv_freq, scale = _ROPE_TYPES[rope.rope_type](rope, num_positions)
     angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * inv_freq
-    return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1)
+    table = torch.empty(num_positions, 2 * inv_freq.numel(), dtype=torch.float32)
+    for first in range(0, num_positions, _ROWS_AT_ONCE):
+        wide = angles[first : first + _ROWS_AT_ONCE].double()
+        table[first : first + _ROWS_AT_ONCE] = torch.cat((wide.cos(), wide.sin()), dim=-1)
+    return table.mul_(scale)
 
 
 def _exponents(dim: int) -> torch.Tensor:
