@@ -267,20 +267,14 @@ class PairsKernel:
         self._experts = experts
 
     def __call__(self, *args: Any) -> None:
-        self.bind(*args)()
+        """Of x, weights, ids, experts, weights_on_input, out."""
+        n = rounded_pairs(self._buffers.num_pairs)
+        if n:
+            self._experts(*_first_rows(args, n))
 
-    def bind(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        experts: Any,
-        weights_on_input: bool,
-        out: torch.Tensor,
-    ) -> BoundPairs:
+    def bind(self, *args: Any) -> BoundPairs:
         """The kernel over these tensors, as many rows of them as there are pairs at each call."""
-        tensors = x, topk_weights, topk_ids, experts, weights_on_input, out
-        return BoundPairs(self._buffers, self._experts, tensors)
+        return BoundPairs(self._buffers, self._experts, args)
 
 
 class BoundPairs:
@@ -296,8 +290,9 @@ class BoundPairs:
     def __call__(self) -> None:
         n = rounded_pairs(self._buffers.num_pairs)
         if n:
-            self._calls.run(n, lambda: self._first(n))
+            self._calls.run(n, lambda: _first_rows(self._arguments, n))
 
-    def _first(self, n: int) -> tuple[Any, ...]:
-        x, topk_weights, topk_ids, experts, weights_on_input, out = self._arguments
-        return x[:n], topk_weights[:n], topk_ids[:n], experts, weights_on_input, out[:n]
+
+def _first_rows(arguments: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+    """A kernel's arguments, tensors cut to their first n rows."""
+    return tuple(a[:n] if isinstance(a, torch.Tensor) else a for a in arguments)
