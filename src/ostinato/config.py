@@ -71,6 +71,9 @@ class EngineConfig:
     )
     isa: str = _option("auto", "Instructions the kernels use; auto takes the best there are", choices=ISAS)
     threads: int | None = _option(None, "CPU threads; all cores when left out", minimum=1)
+    pin_threads: bool = _option(
+        False, "Keep each CPU thread on a core of its own: steadier beside other work"
+    )
     seed: int = _option(0, "Seed of requests that have none of their own", minimum=0, flag=False)
 
     context_length: int | None = _option(
@@ -249,6 +252,10 @@ _Refused = tuple[Callable[[EngineConfig], bool], Callable[[EngineConfig], str]]
 
 # Pairs that cannot work together, one row each: what is refused, and what to say about it.
 _COMBINATIONS: tuple[_Refused, ...] = (
+    (
+        lambda c: c.pin_threads and max(c.tp_size or 1, c.dp_size, c.ep_size or 1) > 1,
+        lambda c: "pin_threads would put every rank on the same cores; leave it out, or run one rank",
+    ),
     (
         lambda c: c.num_pages is not None and c.kv_memory is not None,
         lambda c: f"num_pages {c.num_pages} and kv_memory {c.kv_memory!r} both size the KV cache; give one",

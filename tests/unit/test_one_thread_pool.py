@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from ostinato.config import EngineConfig
+from ostinato.errors import ConfigError
+from ostinato.ops.cpu.threads import pin_threads
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 RUN = """
@@ -41,6 +45,19 @@ print(json.dumps({
 }))
 """
 
+PIN = """
+import os, torch
+from ostinato.ops.cpu.threads import pin_threads
+
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+cores = pin_threads()
+assert cores == pin_threads() == tuple(sorted(cores)), cores
+torch.ones(1 << 22).add(1)
+bound = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+assert [{core} in bound for core in cores] == [True] * torch.get_num_threads(), bound
+assert os.sched_getaffinity(0) == {cores[0]}
+"""
+
 
 @pytest.fixture(scope="module")
 def run() -> dict[str, Any]:
@@ -68,3 +85,16 @@ def test_one_openmp_runtime_and_no_threading_layer_of_numba(run: dict[str, Any])
     assert len(run["libraries"]) == 1
     assert "torch" in run["libraries"][0]
     assert not run["numba"]
+
+
+def test_pinned_threads_have_a_core_each() -> None:
+    done = subprocess.run([sys.executable, "-c", PIN], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_more_threads_than_cores_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set())
+    with pytest.raises(ConfigError, match="may use 0; lower threads"):
+        pin_threads()
+    with pytest.raises(ConfigError, match="leave it out, or run one rank"):
+        EngineConfig(pin_threads=True, tp_size=2)

@@ -52,6 +52,7 @@ from ostinato.moe.balance import balance, read_placement
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.rebalance import Rebalancer
 from ostinato.moe.routing import Consumers
+from ostinato.ops.cpu.threads import pin_threads
 from ostinato.padding import ShapeRules, align_up
 from ostinato.parallel.rendezvous import World, single_world
 
@@ -134,6 +135,8 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     if config.capture == "startup" and worker.decode.backend.captures:
         worker.capture(report)
     passes = _passes(config, sizes, worker.coordinator)
+    if config.pin_threads:
+        pin_threads()
     together = worker.coordinator.rules.extend_gather
     scheduler = _scheduler(config, sizes, pool, None if passes is None else passes.ask, together)
     return Parts(directory, model_config, worker, scheduler, passes)

@@ -9,7 +9,9 @@ torch computes with.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,3 +84,33 @@ def _yield_core() -> int:
     """Address of sched_yield, or 0."""
     found = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "sched_yield", None)
     return 0 if found is None else ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+def pin_threads() -> tuple[int, ...]:
+    """Bind the calling thread and those of its team to a core each, for as long as they live; returns the cores.
+
+    Threads that the caller starts later share its core. Raises ConfigError where the process may use fewer cores than
+    there are threads, or where threads cannot be bound.
+    """
+    pool = open_pool()
+    if sys.platform != "linux" or pool.parallel == 0:
+        raise ConfigError("pin_threads needs Linux and torch's OpenMP threads; leave it out")
+    # Of all threads: one that was pinned before says nothing of what the process may use.
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    allowed = sorted({core for thread in threads for core in os.sched_getaffinity(thread)})
+    if len(allowed) < pool.num_threads:
+        raise ConfigError(
+            f"pin_threads needs a core for each of {pool.num_threads} threads, and this process may use "
+            f"{len(allowed)}; lower threads or leave pin_threads out"
+        )
+    caller, cores = threading.get_ident(), tuple(allowed[: pool.num_threads])
+    helpers = iter(cores[1:])
+
+    def bind(_: int | None) -> None:
+        core = cores[0] if threading.get_ident() == caller else next(helpers)
+        os.sched_setaffinity(0, {core})
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    start = ctypes.CFUNCTYPE(None, function, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(pool.parallel)
+    start(function(bind), None, pool.num_threads, 0)
+    return cores
