@@ -335,7 +335,8 @@ def test_bench_kernels_shows_shares_and_needs_no_model(
         half = summary([0.5] * rounds)
         kernel = {"seconds": summary([1e-6] * rounds), "share": half, "bytes": 3e3, "operations": 4e3}
         speeds = {"bytes_per_s": summary([5e9]), "operations_per_s": {"bf16": summary([6e11])}}
-        return {"isa": config.isa, "threads": config.threads, **speeds, "kernels": {"linear": kernel}}
+        how = {"isa": config.isa, "threads": config.threads, "weight_coding": "plain"}
+        return {**how, **speeds, "kernels": {"linear": kernel}}
 
     monkeypatch.setattr(kernels, "measure_kernels", fake)
     result = run("bench", "kernels", "--rounds", "2", "--threads", "3", "--isa", "portable")
