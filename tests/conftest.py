@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
-        help="Play the full product of the exactness contract (about an hour) and of the layout table (half of one)",
+        help="Play the full product of the exactness contract (50 minutes) and of the layout table (30)",
     )
 
 

@@ -10,4 +10,7 @@
 `test_families` plays all of it, `test_real_models` SmolLM2, `test_any_schedule` whatever hypothesis thinks of, and
 `test_faults` proves that each check notices an engine that breaks its axis. `test_kernels` and `test_attention` hold
 single kernels to the same promise, without an engine.
+
+`--exhaustive` takes some 50 minutes of one core; paths can run side by side (`-k portable-int8`). Settings that an
+engine reads anew at each step share one engine there (`Setting.shared`); those of the sample have engines of their own.
 """
