@@ -103,7 +103,7 @@ def test_abort_frees_the_other_ranks_pages() -> None:
 def _generating(*options: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """`ostinato generate` over several ranks, amid its answer; and the pids of ranks 1, 2, ..."""
     command = [sys.executable, "-m", "ostinato", "generate", "Once upon a time", "--threads", "1", *options]
-    command += ["--ignore-eos", "--max-tokens", "400", "--json"]
+    command += ["--ignore-eos", "--max-tokens", "400", "--n", "128", "--json"]  # work for many seconds
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + PATIENCE_S

@@ -105,8 +105,8 @@ def test_file(tmp_path: Path) -> None:
         ([[0, 1, 2, 0], [0, 1, 1, 0]], r"layer 3 .*experts \[2\]"),
         ([[0, 1, 2, 0], [0, 1, 2, 7]], r"layer 3 .*experts \[7\]"),
         ([[0, 1, 2, 0], [0, 1, 2]], "as many slots"),
-        ("nonsense", "cannot be read"),
-        ([["x"], [1]], "cannot be read"),
+        ("nonsense", "is no expert placement"),
+        ([["x"], [1]], "is no expert placement"),
     ],
 )
 def test_damaged_files(tmp_path: Path, slots: object, message: str) -> None:
