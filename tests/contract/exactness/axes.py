@@ -69,7 +69,12 @@ def continued(stage: Stage, setting: Setting, parts: Sequence[Part]) -> None:
         player.play(parts, warm=name)
         answers = player.play(longer, warm=name)
         stage.check("continued on what was generated", setting, parts, answers)
-        assert any(answers[p.name].cached > len(p.prompt) for p in parts), "no generated page was hit"
+        able = any(
+            (len(p.prompt) - 1) // player.page * player.page > len(q.prompt)
+            for p, q in zip(longer, parts, strict=True)
+        )
+        hit = any(answers[p.name].cached > len(p.prompt) for p in parts)
+        assert hit or (setting.shared and not able), "no generated page was hit"
 
 
 def hits(stage: Stage, setting: Setting, part: Part, lengths: Iterable[int] | None = None) -> None:
