@@ -16,7 +16,7 @@ from ostinato.ops.pairs import PairKernel, PairRule, RowTensors, rounded_pairs
 from ostinato.parallel.topology import Topology
 
 E, H, K, ROWS = 12, 20, 3, 9
-SIZES = {2: (4, 9), 4: (3, 0, 9, 0)}
+SIZES = {(2, 2): (4, 9), (2, 1): (4, 5), (4, 4): (3, 0, 9, 0), (4, 2): (3, 0, 9, 0)}  # by tp and dp
 
 
 def _buffers(at: Topology, dtype: torch.dtype) -> PairBuffers:
@@ -72,7 +72,7 @@ def test_the_bits_of_the_reference(
         said = []
         for one in (reference, kernel):
             one.send(wide[:own], weights, ids[:own])
-            said.append(one.pick(SIZES[at.tp], own))
+            said.append(one.pick(SIZES[at.tp, at.dp], own))
         assert said[0] == said[1]
         pairs = sum(said[0].brought)
         assert own == 0 or (pairs > 0 and sum(said[0].home) > 0)
@@ -96,3 +96,15 @@ def test_what_is_no_expert_is_refused() -> None:
         kernel.send(
             torch.zeros(1, H, dtype=torch.bfloat16), torch.zeros(1, K), torch.zeros(1, K, dtype=torch.int32)
         )
+
+
+def test_rows_that_have_no_room_are_refused() -> None:
+    _, (buffers, kernel) = _kernels(Topology(2, 1, 2).at(1), torch.float32, False)
+    x, weights = torch.zeros(ROWS + 1, H), torch.zeros(ROWS + 1, K)
+    with pytest.raises(ValueError, match=f"{ROWS + 1} rows, .* room for {ROWS}"):
+        kernel.send(x, weights, torch.zeros(ROWS + 1, K, dtype=torch.int32))
+    with pytest.raises(ValueError, match="3 of ids"):
+        kernel.send(x[:4], weights[:4], torch.zeros(3, K, dtype=torch.int32))
+    for sizes, own in (((4, ROWS), 4), ((4, 0), ROWS + 1)):
+        with pytest.raises(ValueError, match=f"room for {len(buffers.gathered.x)} and {ROWS}"):
+            kernel.pick(sizes, own)

@@ -199,6 +199,10 @@ class CompiledPairs:
                 raise ValueError(
                     f"rows must be {travels.dtype} {tuple(travels.shape)}, got {tuple(given.shape)}"
                 )
+        if len(x) > len(own.x) or not len(x) == len(weights) == len(ids):
+            raise ValueError(
+                f"{len(x)} rows, {len(weights)} of weights and {len(ids)} of ids; there is room for {len(own.x)}"
+            )
         words[X], words[X_STRIDE] = x.data_ptr(), x.stride(0) * x.element_size()
         words[WEIGHTS], words[WEIGHTS_STRIDE] = weights.data_ptr(), weights.stride(0) * 4
         words[IDS], words[IDS_STRIDE] = ids.data_ptr(), ids.stride(0) * 4
@@ -207,9 +211,15 @@ class CompiledPairs:
 
     def pick(self, sizes: Sequence[int], own: int) -> Picked:
         words, memory, ranks = self._words, self._memory, self._ranks
+        rows = sum(sizes)
+        if rows > len(memory.all.x) or own > len(memory.own.x):
+            raise ValueError(
+                f"{rows} rows of all ranks and {own} own ones; there is room for {len(memory.all.x)} "
+                f"and {len(memory.own.x)}"
+            )
         for rank, size in enumerate(sizes):
             words[TABLE + rank] = size
-        copied = sum(sizes) * words[SLOTS] * words[ROW_BYTES] <= _MOST_COPIED
+        copied = rows * words[SLOTS] * words[ROW_BYTES] <= _MOST_COPIED
         words[ROWS], words[OPERATION] = own, PICK
         words[FROM] = 0 if copied else self._from.data_ptr()
         self._launch()
