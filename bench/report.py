@@ -86,7 +86,10 @@ def summarise(record: Mapping[str, Any]) -> list[CaseSummary]:
 
 def stored_share(record: Mapping[str, Any]) -> float:
     """Bytes of ostinato's weights in memory as a share of their bf16 bytes."""
-    return float(record["versions"].get("ostinato", {}).get("weights stored", 1.0))
+    versions = record["versions"].items()  # by process: engine, then the form of the checkpoint
+    return next(
+        (float(v.get("weights stored", 1.0)) for name, v in versions if name.split("-")[0] == "ostinato"), 1.0
+    )
 
 
 def _share(record: Mapping[str, Any], turn: Mapping[str, Any], own: str, stored: float) -> float | None:

@@ -60,7 +60,7 @@ def record(bench: Any, tiny: Any) -> dict[str, Any]:
         "date": "2026-01-01",
         "machine": bench("machine").describe(),
         "threads": 2,
-        "versions": {"ostinato": {"weights stored": "0.8"}},
+        "versions": {"ostinato-hf": {"weights stored": "0.8"}},
         "active_experts": {"decode b1": 2.0},
         "turns": [
             turn(0, 1.0, kept=False),
