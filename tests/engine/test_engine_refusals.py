@@ -166,7 +166,7 @@ def test_streams_refuse_when_first_read(llm: LLM, refuses: Any) -> None:
         (
             {"expert_placement": "/dev/null"},
             ConfigError,
-            "/dev/null is no expert placement .*a list for each",
+            "/dev/null is no expert placement; .*a list for each",
         ),
         ({"num_pages": 1}, ConfigError, "num_pages must be a whole number of at least 2, got 1"),
         ({"graph": "cuda"}, ConfigError, "'cuda'"),

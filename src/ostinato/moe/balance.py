@@ -122,8 +122,8 @@ def read_placement(path: Path, layers: Sequence[int], num_experts: int) -> dict[
         raise ConfigError(f"{path} cannot be read ({error.strerror}); correct expert_placement") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f'{path} is no expert placement ({error}); it holds {{"slots": [[expert of each slot], ...]}}, a list for '
-            "each sparse layer"
+            f'{path} is no expert placement; it must hold {{"slots": [[expert of each slot], ...]}}, a list for each '
+            "sparse layer"
         ) from error
     if len(rows) != len(layers):
         raise ConfigError(

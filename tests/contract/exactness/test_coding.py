@@ -19,10 +19,10 @@ TAPE = Setting(graph="tape", chunk_pages=2)
 
 @pytest.mark.parametrize("name", [DEMO, "llama_tied", "qwen2_moe"])
 def test_as_with_plain_weights(name: str, checkpoint: Callable[[str], Path]) -> None:
-    coded = NumericPath("numba", AVX512_BF16, "bfloat16")
-    theirs = Stage(subject(name, replace(coded, weight_coding="plain"), checkpoint))
     if not select_isa().byte_tables:
         pytest.skip("this CPU cannot decode weights as it multiplies")
+    coded = NumericPath("numba", AVX512_BF16, "bfloat16")
+    theirs = Stage(subject(name, replace(coded, weight_coding="plain"), checkpoint))
     ours = Stage(subject(name, coded, checkpoint))
     parts = ensemble(theirs.vocab, 5)
     try:
