@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ostinato.ops.cpu.lane_kinds import Kind, tile_shape
-from ostinato.ops.cpu.vector_ir import F32, I32, I64, LANES, VI, Lanes, Value
+from ostinato.ops.cpu.vector_ir import F32, I32, I64, LANES, VI, Keep, Lanes, Value
 
 PAGE = 16  # positions of one KV block in memory: the lanes of a vector of scores
 BLOCK = 128  # positions between two updates of a row's maximum
@@ -44,7 +44,7 @@ def score_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
             across, along = lanes.times(word, 64), lanes.times(word, 4)
             if streamed:
                 for j in columns:
-                    lanes.prefetch(lanes.at(next_keys[j], across), nearest=False)
+                    lanes.prefetch(lanes.at(next_keys[j], across), Keep.SECOND)
             loaded = [lanes.load(lanes.at(keys[j], across), VI) for j in columns]
             words_of_rows = [lanes.load(lanes.at(query, along), I32) for query in queries]
             return multiply(lanes, kind, totals, loaded, words_of_rows)
@@ -95,7 +95,7 @@ def softmax_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
         page = b.select(b.icmp_signed("<", page, lanes.i64(8)), page, lanes.i64(7))
         at = lanes.at(lanes.load(lanes.at(ahead, lanes.times(page, 8)), I64, 8), b.srem(place, size))
         for line in range(LINES_A_ROW * PAGE // BLOCK):
-            lanes.prefetch(lanes.at(at, 64 * line), nearest=False)
+            lanes.prefetch(lanes.at(at, 64 * line), Keep.SECOND)
 
     _softmax(lanes, kind, plain, ask)
 
@@ -262,7 +262,7 @@ def _mix_tile(
             down = lanes.b.mul(word, v_stride)
             if streamed:
                 for j in range(vectors):
-                    lanes.prefetch(lanes.at(following, down, 64 * j), nearest=False)
+                    lanes.prefetch(lanes.at(following, down, 64 * j), Keep.SECOND)
             places = [lanes.at(values, down, 64 * j) for j in range(vectors)]
             loaded = [lanes.load(place, VI) for place in places[: vectors - (tail is not None)]]
             if tail is not None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ostinato.ops.cpu.attention_ir import PAGE, SCORE_BYTES, STATE_BYTES, multiply
 from ostinato.ops.cpu.lane_kinds import Kind
-from ostinato.ops.cpu.vector_ir import I32, I64, VI, Lanes, Value
+from ostinato.ops.cpu.vector_ir import I32, I64, VI, Keep, Lanes, Value
 
 STREAM_ROWS = 6  # most rows of a KV head whose pages are streamed
 _AHEAD = 2  # parts of pages (of one head) that a stream is asked for ahead of use
@@ -73,7 +73,7 @@ def score_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
 
         def step(word: Value, totals: list[Value]) -> list[Value]:
             across, along = lanes.times(word, 64), lanes.times(word, 4)
-            lanes.prefetch(lanes.at(following, across), nearest=False)
+            lanes.prefetch(lanes.at(following, across), Keep.ONCE)
             loaded = [lanes.load(lanes.at(part, across), VI)]
             return multiply(
                 lanes, kind, totals, loaded, [lanes.load(lanes.at(query, along), I32) for query in queries]
@@ -114,7 +114,7 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
             def step(word: Value, sums: list[Value]) -> list[Value]:
                 down = lanes.at(offset, b.mul(word, v_stride))
                 for j in range(vectors):
-                    lanes.prefetch(lanes.at(following, down, 64 * j), nearest=False)
+                    lanes.prefetch(lanes.at(following, down, 64 * j), Keep.ONCE)
                 places = [lanes.at(part, down, 64 * j) for j in range(vectors)]
                 loaded = [lanes.load(place, VI) for place in places[: vectors - (tail is not None)]]
                 if tail is not None:

@@ -28,7 +28,7 @@ from ostinato.ops.cpu.launch import (
 )
 from ostinato.ops.cpu.memory import fetch_add, load_i64
 from ostinato.ops.cpu.tiles import bf16_dot, bf16_portable, fp32_step
-from ostinato.ops.cpu.vector_ir import I32, VF, VI, Lanes, Value
+from ostinato.ops.cpu.vector_ir import I32, VF, VI, Keep, Lanes, Value
 
 CHUNK_BYTES = 256 * 1024
 _LINES = 8  # cache lines read per step
@@ -50,7 +50,7 @@ def _read_chunk(typing_context: Any, address: Any, out: Any) -> tuple[Any, Any]:
         def step(k: Value, sums: list[Value]) -> list[Value]:
             at = lanes.at(args[0], lanes.times(k, 64 * _LINES))
             for line in range(_LINES):
-                lanes.prefetch(lanes.at(at, _AHEAD + 64 * line), nearest=False)
+                lanes.prefetch(lanes.at(at, _AHEAD + 64 * line), Keep.ONCE)
             return [builder.add(s, lanes.load(lanes.at(at, 64 * i), VI, 64)) for i, s in enumerate(sums)]
 
         sums = lanes.loop(lanes.i64(CHUNK_BYTES // (64 * _LINES)), [lanes.ints(0)] * _LINES, step)

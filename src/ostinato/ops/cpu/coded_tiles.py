@@ -100,8 +100,7 @@ class CodedTileEmitter(TileEmitter):
             """Ask for as many bytes as are used at a place in the panel; steps of a plain one say how far ahead."""
             place = b.mul(b.sub(at, panel), stride)
             asked = lanes.at(ahead, b.lshr(place, lanes.i64(STEP_BYTES.bit_length() - 1)))
-            for line in range(0, size, 64):
-                lanes.prefetch(lanes.at(asked, line), nearest=n > 1)
+            self.ask(n, asked, size, stride)
 
         def multiply(columns: list[Value], step: Value, sums: list[Value]) -> list[Value]:
             offset = lanes.times(step, 4)

@@ -29,7 +29,7 @@ from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
 L2_BYTES = 256 * 1024  # of panels that many rows pass over
 STREAM_BYTES = 64 * 1024  # of panels in a task of few rows
-AHEAD = 4096  # bytes that a streamed panel is asked for ahead of use
+AHEAD = 6144  # bytes that a streamed panel is asked for ahead of use
 TILES_PER_TASK = 4
 TASKS_PER_THREAD = 8
 SUMS = 128  # offset of the sums in a worker's scratch, behind the row addresses

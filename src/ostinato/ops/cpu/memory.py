@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import binding, ir
 
 from ostinato.ops.cpu.jit import intrinsic, types
-from ostinato.ops.cpu.vector_ir import F32, F64, I8, I32, I64, POINTER, Lanes
+from ostinato.ops.cpu.vector_ir import F32, F64, I8, I32, I64, POINTER, Keep, Lanes
 
 _Signature = tuple[Any, Any]
 
@@ -163,7 +163,18 @@ def prefetch_line(typing_context: Any, address: Any) -> _Signature:
     """Ask for the cache line at `address`, into the second-level cache."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        Lanes(builder).prefetch(args[0], nearest=False)
+        Lanes(builder).prefetch(args[0], Keep.SECOND)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
+
+
+@intrinsic
+def prefetch_once(typing_context: Any, address: Any) -> _Signature:
+    """Ask for the cache line at `address`, which is read once, into the first-level cache alone."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        Lanes(builder).prefetch(args[0], Keep.ONCE)
         return context.get_dummy_value()
 
     return types.void(types.int64), emit

@@ -17,7 +17,7 @@ from ostinato.ops.cpu.memory import (
     load_i64,
     load_shared,
     pause,
-    prefetch_line,
+    prefetch_once,
     store_i64,
     store_shared,
 )
@@ -29,8 +29,8 @@ _ENTERED, _BARRIERS, _LAUNCH = 16, 32, 40  # where the word's parts begin
 _STOP = -1
 _LAUNCHES = (1 << 22) - 1
 AHEAD_BYTES = (
-    256 * 1024
-)  # of the next launch's weights that a waiting thread asks for: well within a second-level cache
+    16 * 1024
+)  # of the next launch's weights that a waiting thread asks for: well within a first-level cache
 _LINES = 4  # asked for between two looks at the word
 
 
@@ -39,7 +39,7 @@ def wait_a_turn(team: int, turn: int, ahead: int, end: int) -> int:
     """One turn of waiting: ask for the next lines before `end`, else pause; returns where to go on asking."""
     if ahead < end:
         for line in range(_LINES):
-            prefetch_line(ahead + 64 * line)
+            prefetch_once(ahead + 64 * line)
         return ahead + 64 * _LINES
     pause()
     if turn > SPINS:

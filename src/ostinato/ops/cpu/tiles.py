@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, select_isa
 from ostinato.ops.cpu.jit import intrinsic, types
-from ostinato.ops.cpu.vector_ir import F32, I16, I32, I64, VB32, VF, VI, Lanes, Value
+from ostinato.ops.cpu.vector_ir import F32, I16, I32, I64, VB32, VF, VI, Keep, Lanes, Value
 
 PANEL = 32  # columns of a panel
 VECTORS = 2  # vectors of 16 lanes across a panel
@@ -123,13 +123,31 @@ class TileEmitter:
         """Sums with the k-th words added; asks memory for what `ahead` and `stride` say."""
         lanes = self.lanes
         asked = lanes.at(ahead, lanes.b.mul(k, stride))
-        for line in range(0, STEP_BYTES, 64):
-            lanes.prefetch(lanes.at(asked, line), nearest=len(addresses) > 1)
+        self.ask(len(addresses), asked, STEP_BYTES, stride)
         offset = lanes.times(k, 4)
         at = lanes.at(panel, lanes.times(k, STEP_BYTES))
         return self.add_words(
             self.columns(at), lambda r: lanes.load(lanes.at(addresses[r], offset), I32), sums
         )
+
+    def ask(self, n: int, at: Value, size: int, stride: Value) -> None:
+        """Ask for `size` bytes ahead of a tile of `n` rows. A panel that is asked for as fast as it is used is read
+        once; what is asked for at another pace stays, for the tiles to come.
+        """
+        lanes, b = self.lanes, self.lanes.b
+
+        def lines(keep: Keep) -> None:
+            for line in range(0, size, 64):
+                lanes.prefetch(lanes.at(at, line), keep)
+
+        if n == 1:
+            lines(Keep.ONCE)
+            return
+        with b.if_else(b.icmp_signed("==", stride, lanes.i64(STEP_BYTES))) as (streams, stays):
+            with streams:
+                lines(Keep.ONCE)
+            with stays:
+                lines(Keep.NEAREST)
 
     def columns(self, at: Value) -> list[Value]:
         """A step's words of the panel."""

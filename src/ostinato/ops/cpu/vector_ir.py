@@ -9,6 +9,7 @@ generic operations.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,6 +63,16 @@ def host_has(*features: str) -> bool:
     return all(found.get(name, False) for name in features)
 
 
+class Keep(enum.Enum):
+    """Where a line that is asked for stays: in every cache, from the second level on, or (what is read `ONCE`) in the
+    nearest only, so that a stream drives nothing out of the last level.
+    """
+
+    NEAREST = 3
+    SECOND = 2
+    ONCE = 0
+
+
 class Lanes:
     """Emits vector code at the builder's current position; values are LLVM values of 16 lanes."""
 
@@ -110,9 +121,9 @@ class Lanes:
             function = ir.Function(module, ir.FunctionType(result, [a.type for a in args]), name)
         return self.b.call(function, args)
 
-    def prefetch(self, address: Value, *, nearest: bool = True, write: bool = False) -> None:
-        """Ask for a line ahead, to `write` it if so: into every cache, or (not `nearest`) the second level and up."""
-        flags = [ir.Constant(I32, n) for n in (int(write), 3 if nearest else 2, 1)]  # use, locality, data
+    def prefetch(self, address: Value, keep: Keep = Keep.NEAREST, *, write: bool = False) -> None:
+        """Ask for a line ahead, to `write` it if so, into the caches that `keep` says."""
+        flags = [ir.Constant(I32, n) for n in (int(write), keep.value, 1)]  # use, locality, data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.b.inttoptr(address, POINTER), *flags)
 
     # -- control -------------------------------------------------------------------------------------------
