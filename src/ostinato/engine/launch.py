@@ -40,6 +40,7 @@ from ostinato.graphs import (
     decode_buckets,
     prefill_buckets,
 )
+from ostinato.kv.ahead import give_memory_ahead
 from ostinato.kv.pages import PageAllocator
 from ostinato.kv.pool import KVLayout, KVPool
 from ostinato.kv.radix import RadixCache
@@ -137,6 +138,7 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     passes = _passes(config, sizes, worker.coordinator)
     if config.pin_threads:
         pin_threads()
+    give_memory_ahead(pool)
     together = worker.coordinator.rules.extend_gather
     scheduler = _scheduler(config, sizes, pool, None if passes is None else passes.ask, together)
     return Parts(directory, model_config, worker, scheduler, passes)

@@ -14,8 +14,9 @@ import sys
 
 import torch
 
-_HUGE_PAGE = 2 << 20
-_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14  # Linux
+HUGE_PAGE = 2 << 20
+_PAGE = mmap.PAGESIZE
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 14, 23  # Linux, the last one since 5.14
 _SMALLEST = 64 << 10  # under this a mapping of its own wastes more than it saves
 
 
@@ -24,12 +25,12 @@ def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge: bool = Fal
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALLEST or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    huge = huge and size >= _HUGE_PAGE
-    whole_pages = -(-size // _HUGE_PAGE) * _HUGE_PAGE  # the last one too, which the tensor may not fill
-    length = whole_pages + _HUGE_PAGE if huge else size
+    huge = huge and size >= HUGE_PAGE
+    whole_pages = -(-size // HUGE_PAGE) * HUGE_PAGE  # the last one too, which the tensor may not fill
+    length = whole_pages + HUGE_PAGE if huge else size
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE if huge else 0
+    start = -whole.data_ptr() % HUGE_PAGE if huge else 0
     if huge:
         prefer_huge_pages(whole[start : start + whole_pages])
     return whole[start : start + size].view(dtype).view(shape)
@@ -45,9 +46,21 @@ def give_back(tensor: torch.Tensor) -> None:
     _advise(tensor, _MADV_DONTNEED)
 
 
+def populate(tensor: torch.Tensor) -> bool:
+    """Let the small pages under contiguous mapped zeros come into being now, whatever they hold; False where the system
+    cannot. Other threads may read and write them meanwhile.
+    """
+    start = tensor.data_ptr() // _PAGE * _PAGE
+    length = -(-(tensor.data_ptr() + tensor.numel() * tensor.element_size() - start) // _PAGE) * _PAGE
+    if sys.platform != "linux" or length <= 0:
+        return False
+    at, size = ctypes.c_void_p(start), ctypes.c_size_t(length)
+    return int(ctypes.CDLL(None).madvise(at, size, _MADV_POPULATE_WRITE)) == 0
+
+
 def _advise(tensor: torch.Tensor, advice: int) -> None:
     size = tensor.numel() * tensor.element_size()
-    start = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    length = (tensor.data_ptr() + size - start) // _HUGE_PAGE * _HUGE_PAGE
+    start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+    length = (tensor.data_ptr() + size - start) // HUGE_PAGE * HUGE_PAGE
     if sys.platform == "linux" and length > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)

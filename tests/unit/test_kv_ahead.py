@@ -1,0 +1,111 @@
+"""The KV cache gets its memory ahead of use, without a byte of it changed, and never the last of the machine's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.kv import ahead
+from ostinato.kv.pool import KVLayout, KVPool
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, page_size=16)
+PAGES = 1300  # 5.3 MB of keys for each layer: two whole huge pages, and a part of one
+
+
+def a_pool() -> KVPool:
+    return KVPool(LAYOUT, num_pages=PAGES, max_requests=1, max_pages_per_request=4)
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """Bytes of the mapping under `tensor` that are in memory."""
+    at, found = tensor.data_ptr(), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            low, high = (int(part, 16) for part in head.split("-"))
+            found = low <= at < high
+        elif found and head == "Rss:":
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no mapping holds the tensor")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
+def test_all_of_it_is_there_and_as_it_was() -> None:
+    pool = a_pool()
+    pool.k[0][7] = 1.0
+    before = resident(pool.v[1])
+    thread = ahead.give_memory_ahead(pool, lambda: 1.0)
+    assert thread is not None
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    size = pool.v[1].numel() * pool.v[1].element_size()
+    assert before < size <= min(resident(tensor) for tensor in (*pool.k, *pool.v))
+    assert [int(tensor.sum()) for tensor in (*pool.k, *pool.v)] == [2 * 64, 0, 0, 0]
+
+
+def test_it_stops_where_memory_is_short() -> None:
+    asked: list[float] = []
+
+    def free() -> float:
+        asked.append(0.5 if not asked else ahead.LEAST_FREE)
+        return asked[-1]
+
+    thread = ahead.give_memory_ahead(a_pool(), free)
+    assert thread is not None
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert 1 <= len(asked) <= 2
+
+
+def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread holds nothing while it rests, and goes no further than the part that it was at."""
+    pools = [a_pool()]
+    parts: list[int] = []
+
+    def populate(rows: torch.Tensor) -> bool:
+        pools.clear()  # the last one who holds it, but for the thread
+        parts.append(rows.numel())
+        return True
+
+    monkeypatch.setattr(ahead, "populate", populate)
+    thread = ahead.give_memory_ahead(pools[0], lambda: 1.0)
+    assert thread is not None
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert len(parts) == 2 * LAYOUT.num_layers
+
+
+def test_a_device_has_its_memory_from_the_start() -> None:
+    class Elsewhere:
+        device = torch.device("meta")
+
+    assert ahead.give_memory_ahead(Elsewhere()) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "used", "free"),
+    [
+        ("MemTotal: 100 kB\nMemAvailable: 40 kB\n", None, None, 0.4),
+        ("MemTotal: 100 kB\nMemAvailable: 40 kB\n", "max", "7", 0.4),
+        ("MemTotal: 100 kB\nMemAvailable: 40 kB\n", "1000", "900", 0.1),
+        ("nonsense", "1000", "250", 0.75),
+        (None, None, None, 1.0),
+    ],
+)
+def test_free_memory_is_that_of_the_machine_or_of_the_container(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    meminfo: str | None,
+    limit: str | None,
+    used: str | None,
+    free: float,
+) -> None:
+    for name, text in (("meminfo", meminfo), ("memory.max", limit), ("memory.current", used)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    monkeypatch.setattr(ahead, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(ahead, "_CGROUP", tmp_path)
+    assert ahead.free_memory() == pytest.approx(free)
