@@ -32,7 +32,8 @@ _BAR, _GAP, _LEFT, _SCALE, _WIDTH = 14, 12, 190, 420, 760
 class CaseSummary:
     """One row of a table. Speeds are tokens a second by label; ratios are of ostinato to a peer, one per turn.
 
-    Shares of the limit are counted in bf16 bytes; `stored_shares` in the bytes that ostinato stores.
+    Shares of the limit are counted in bf16 bytes; `stored_shares` in the bytes that ostinato stores. memory: bytes a
+    second that could be read in each turn.
     """
 
     name: str
@@ -42,6 +43,7 @@ class CaseSummary:
     ratios: Mapping[str, Sequence[float]]
     shares: Sequence[float]
     stored_shares: Sequence[float]
+    memory: Sequence[float]
 
 
 def turn_line(turn: Mapping[str, Any]) -> str:
@@ -78,8 +80,10 @@ def summarise(record: Mapping[str, Any]) -> list[CaseSummary]:
             ]
             for stored in (1.0, stored_share(record))
         )
+        memory = [turn["ceilings"]["bytes"] for turn in turns if turn["kept"]]
+        discarded = len(turns) - len(kept)
         summaries.append(
-            CaseSummary(name, len(kept), len(turns) - len(kept), speeds, ratios, shares, stored_shares)
+            CaseSummary(name, len(kept), discarded, speeds, ratios, shares, stored_shares, memory)
         )
     return summaries
 
@@ -132,8 +136,9 @@ _INTRODUCTION = """Written by `python bench/compare.py`. Tokens a second, median
 ostinato to a peer (the best of its modes) within a turn: median (least–most). A turn counts when nobody else used the
 machine during it. The share of the limit is of the least time that reading the weights and the KV cache once, or the
 multiply-adds, could take by the bandwidth and the peak measured in the same turn: of plain bf16 weights (which lossless
-coding may pass), and of the bytes that ostinato's weights take in memory. ostinato runs through its scheduler
-and sampler, llama.cpp and transformers as bare greedy loops over their forward pass.
+coding may pass), and of the bytes that ostinato's weights take in memory. That bandwidth stands beside them (least–most):
+memory has more than one state, and peers that multiply slowly lose less in the slow one. ostinato runs through its
+scheduler and sampler, llama.cpp and transformers as bare greedy loops over their forward pass.
 """
 
 
@@ -145,7 +150,7 @@ def section(record: Mapping[str, Any]) -> str:
     summaries = summarise(record)
     labels = [contestant["label"] for contestant in record["contestants"]]
     peers = list(summaries[0].ratios) if summaries else []
-    header = ["", *labels, *(f"vs {NAMES[peer]}" for peer in peers), *_SHARES, "turns"]
+    header = ["", *labels, *(f"vs {NAMES[peer]}" for peer in peers), *_SHARES, "GB/s", "turns"]
     rows = [header, ["---"] + ["---:"] * (len(header) - 1)]
     for case in summaries:
         speeds = [_median(case.speeds[label], ".1f") for label in labels]
@@ -153,7 +158,8 @@ def section(record: Mapping[str, Any]) -> str:
         both = case.shares, case.stored_shares
         shares = [_median([100 * share for share in one], ".0f", " %") for one in both]
         turns = f"{case.turns}" + (f" (+{case.discarded} discarded)" if case.discarded else "")
-        rows.append([case.name, *speeds, *ratios, *shares, turns])
+        memory = "–".join(f"{edge(case.memory) / 1e9:.0f}" for edge in (min, max)) if case.memory else "–"
+        rows.append([case.name, *speeds, *ratios, *shares, memory, turns])
     lines = [
         f"## {record['model']}, {record['precision']}\n",
         *("| " + " | ".join(row) + " |" for row in rows),
