@@ -7,7 +7,8 @@ side by side, and lets them take turns at each case, so that what the machine do
 Writes JSON, a table and a plot to bench/results. ostinato is measured through its scheduler and sampler, the peers
 llama.cpp and transformers as bare loops over their forward pass, which favours them.
 
-A turn at a case counts only when other processes used less than --others cores while any engine had its turn;
+A turn at a case counts only when other processes used less than --others cores while any engine had its turn, and
+memory gave at least --memory-from GB/s before and after it (which virtual machines share with neighbours unseen);
 otherwise all engines' figures of that turn are discarded, and the turn is repeated. The first turn is a warm-up.
 """
 
@@ -20,6 +21,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ from ostinato.config import EngineConfig, cache_dir
 from ostinato.text.tokenizer import Tokenizer
 
 ATTEMPTS = 3  # turns tried for each that is wanted
+MEMORY_LOOK = 2.0  # seconds between two looks at what memory gives, while it gives too little
 MAX_BATCH, MAX_CONTEXT = 32, 640
 TIE = 0.25  # log-probabilities nearer than this may be told apart differently by bf16 arithmetic in another order
 TEXTS = (
@@ -114,6 +117,7 @@ class Race:
             "machine": machine.describe(),
             "threads": options.threads,
             "limit_of_others": options.others,
+            "memory_from": options.memory_from,
             "versions": {},
             "active_experts": {},
             "turns": [],
@@ -146,12 +150,15 @@ class Race:
         speeds, others = {}, {}
         machine.wait_until_quiet(self.options.others, self.options.patience)
         load = os.getloadavg()
-        ceilings = self.runners["ceilings-hf"].ask("measure")
+        ceilings = self._ceilings()
         others["ceilings"] = ceilings.others
         for contestant in order:
             machine.wait_until_quiet(self.options.others, self.options.patience)
             speeds[contestant.label], others[contestant.label] = self._measure(contestant, case, prompts)
+        after = self.runners["ceilings-hf"].ask("measure").value
+        memory = min(ceilings.value["bytes"], after["bytes"])
         kept = number > 0 and max(others.values()) < self.options.others
+        kept = kept and memory >= 1e9 * self.options.memory_from
         return {
             "case": dataclasses.asdict(case),
             "number": number,
@@ -160,7 +167,17 @@ class Race:
             "cores_of_others": others,
             "load": load,
             "ceilings": ceilings.value,
+            "ceilings_after": after,
         }
+
+    def _ceilings(self) -> Any:
+        """What the machine can do now; waits for memory that gives as much as is wanted, as long as patience lasts."""
+        end = time.monotonic() + self.options.patience
+        while True:
+            found = self.runners["ceilings-hf"].ask("measure")
+            if found.value["bytes"] >= 1e9 * self.options.memory_from or time.monotonic() > end:
+                return found
+            time.sleep(MEMORY_LOOK)
 
     def _prompts(self, case: Case, number: int) -> list[list[int]]:
         """New ones every turn, the same for all engines: nothing is found in a prefix cache."""
@@ -267,7 +284,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=64, help="timed decode steps at most, for a quick look")
     parser.add_argument("--others", type=float, default=0.2, help="cores that others may use")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
+    parser.add_argument("--memory-from", type=float, default=0.0, help="GB/s that memory must give")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for such a machine")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(arguments)
 

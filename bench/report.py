@@ -49,10 +49,9 @@ class CaseSummary:
 def turn_line(turn: Mapping[str, Any]) -> str:
     """A turn as a line of progress."""
     speeds = "  ".join(f"{label} {speed:.1f}" for label, speed in turn["tokens_per_second"].items())
-    busy = max(turn["cores_of_others"].values())
-    kept = (
-        "" if turn["kept"] else "  (warm-up)" if turn["number"] == 0 else f"  (discarded: others {busy:.2f})"
-    )
+    busy, memory = max(turn["cores_of_others"].values()), turn["ceilings"]["bytes"] / 1e9
+    why = "warm-up" if turn["number"] == 0 else f"discarded: others {busy:.2f}, memory {memory:.0f} GB/s"
+    kept = "" if turn["kept"] else f"  ({why})"
     return f"  {turn['number']:2} {turn['case']['name']:24} {speeds}{kept}"
 
 
@@ -136,7 +135,7 @@ _INTRODUCTION = """Written by `python bench/compare.py`. Tokens a second, median
 ostinato to a peer (the best of its modes) within a turn: median (least–most). A turn counts when nobody else used the
 machine during it. The share of the limit is of the least time that reading the weights and the KV cache once, or the
 multiply-adds, could take by the bandwidth and the peak measured in the same turn: of plain bf16 weights (which lossless
-coding may pass), and of the bytes that ostinato's weights take in memory. That bandwidth stands beside them (least–most):
+coding may pass), and of the bytes that ostinato's weights take in memory. That bandwidth is beside them, least–most:
 memory has more than one state, and peers that multiply slowly lose less in the slow one. ostinato runs through its
 scheduler and sampler, llama.cpp and transformers as bare greedy loops over their forward pass.
 """
@@ -192,7 +191,9 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
     if ceilings:
         gigabytes = statistics.median(entry["bytes"] for entry in ceilings) / 1e9
         peak = statistics.median(entry["operations"] for entry in ceilings) / 1e9
-        notes.append(f"- Measured ceilings: {gigabytes:.1f} GB/s read, {peak:.0f} GFLOP/s bf16")
+        least = record.get("memory_from", 0.0)
+        rule = f"; turns count from {least:.0f} GB/s on" if least else ""
+        notes.append(f"- Measured ceilings: {gigabytes:.1f} GB/s read, {peak:.0f} GFLOP/s bf16{rule}")
     if record["active_experts"]:
         counts = ", ".join(f"{case} {count:.1f}" for case, count in record["active_experts"].items())
         notes.append(f"- Different experts a layer in a step: {counts}")
