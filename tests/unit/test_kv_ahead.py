@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def test_all_of_it_is_there_and_as_it_was() -> None:
     pool = a_pool()
     pool.k[0][7] = 1.0
     before = resident(pool.v[1])
-    thread = ahead.give_memory_ahead(pool, lambda: 1.0)
+    thread = ahead.give_memory_ahead(pool, lambda: False, lambda: 1.0)
     assert thread is not None
     thread.join(timeout=60)
     assert not thread.is_alive()
@@ -53,7 +55,7 @@ def test_it_stops_where_memory_is_short() -> None:
         asked.append(0.5 if not asked else ahead.LEAST_FREE)
         return asked[-1]
 
-    thread = ahead.give_memory_ahead(a_pool(), free)
+    thread = ahead.give_memory_ahead(a_pool(), lambda: False, free)
     assert thread is not None
     thread.join(timeout=60)
     assert not thread.is_alive()
@@ -61,7 +63,7 @@ def test_it_stops_where_memory_is_short() -> None:
 
 
 def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread holds nothing while it rests, and goes no further than the part that it was at."""
+    """The thread holds nothing while it rests, and goes no further than the page that it was at."""
     pools = [a_pool()]
     parts: list[int] = []
 
@@ -71,18 +73,31 @@ def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(ahead, "populate", populate)
-    thread = ahead.give_memory_ahead(pools[0], lambda: 1.0)
+    thread = ahead.give_memory_ahead(pools[0], lambda: True, lambda: 1.0)
     assert thread is not None
     thread.join(timeout=60)
     assert not thread.is_alive()
-    assert len(parts) == 2 * LAYOUT.num_layers
+    assert len(parts) == 1
+
+
+def test_it_rests_while_steps_run_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter([True, False, True])
+    rests: list[float] = []
+    monkeypatch.setattr(ahead, "populate", lambda rows: True)
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=rests.append))
+    pool = a_pool()
+    thread = ahead.give_memory_ahead(pool, lambda: next(turns, False), lambda: 1.0)
+    assert thread is not None
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert len(rests) == 2
 
 
 def test_a_device_has_its_memory_from_the_start() -> None:
     class Elsewhere:
         device = torch.device("meta")
 
-    assert ahead.give_memory_ahead(Elsewhere()) is None  # type: ignore[arg-type]
+    assert ahead.give_memory_ahead(Elsewhere(), lambda: False) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

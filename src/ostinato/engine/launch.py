@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -138,9 +139,10 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     passes = _passes(config, sizes, worker.coordinator)
     if config.pin_threads:
         pin_threads()
-    give_memory_ahead(pool)
     together = worker.coordinator.rules.extend_gather
     scheduler = _scheduler(config, sizes, pool, None if passes is None else passes.ask, together)
+    dropped = weakref.ref(scheduler)  # the thread is to keep nothing alive
+    give_memory_ahead(pool, busy=lambda: (here := dropped()) is not None and here.has_work)
     return Parts(directory, model_config, worker, scheduler, passes)
 
 

@@ -18,7 +18,7 @@ import torch
 from ostinato.kv.pool import KVPool
 from ostinato.ops.cpu.huge_pages import HUGE_PAGE, populate
 
-REST = 3.0  # times as long as it worked does the thread rest: it gets in the way of steps as little as may be
+REST = 7.0  # times as long as it worked does the thread rest while steps run, so that it slows them little
 LEAST_FREE = 0.1  # of all memory: what is left to others
 
 _MEMINFO = Path("/proc/meminfo")
@@ -39,30 +39,37 @@ def free_memory() -> float:
         return free
 
 
-def give_memory_ahead(pool: KVPool, free: Callable[[], float] = free_memory) -> threading.Thread | None:
-    """Start the thread, for a pool in the host's memory; it ends with the pool's last page, or before memory does."""
+def give_memory_ahead(
+    pool: KVPool, busy: Callable[[], bool], free: Callable[[], float] = free_memory
+) -> threading.Thread | None:
+    """Start the thread, for a pool in the host's memory; it ends with the pool's last page, or before memory does.
+
+    `busy` tells whether steps run; it must not keep the pool alive.
+    """
     if pool.device.type != "cpu":
         return None
-    thread = threading.Thread(target=_give, args=(weakref.ref(pool), free), name="kv-memory", daemon=True)
+    args = weakref.ref(pool), busy, free
+    thread = threading.Thread(target=_give, args=args, name="kv-memory", daemon=True)
     thread.start()
     return thread
 
 
-def _give(dropped: weakref.ref[KVPool], free: Callable[[], float]) -> None:
-    first: int | None = 0
-    while first is not None and free() > LEAST_FREE:
+def _give(dropped: weakref.ref[KVPool], busy: Callable[[], bool], free: Callable[[], float]) -> None:
+    part = 0
+    while free() > LEAST_FREE:
         start = time.perf_counter()
-        pool = dropped()
-        first = None if pool is None else _next_part(pool, first)
-        del pool  # not held while resting
-        time.sleep(REST * (time.perf_counter() - start))
+        if not _give_part(dropped(), part):
+            return
+        part += 1
+        if busy():
+            time.sleep(REST * (time.perf_counter() - start))
 
 
-def _next_part(pool: KVPool, first: int) -> int | None:
-    """The bytes from `first` on of all layers' keys and values; returns where the next part begins, if there is one."""
-    for tensor in (*pool.k, *pool.v):
-        rows = tensor.view(-1).view(torch.uint8)
-        if not populate(rows[first : first + HUGE_PAGE]):
-            return None
-    first += HUGE_PAGE
-    return first if first < rows.numel() else None
+def _give_part(pool: KVPool | None, part: int) -> bool:
+    """One huge page of one layer's keys or values, all layers before the next page of each; False behind the last."""
+    if pool is None:
+        return False
+    tensors = (*pool.k, *pool.v)
+    page, number = divmod(part, len(tensors))
+    rows = tensors[number].view(-1).view(torch.uint8)[page * HUGE_PAGE : (page + 1) * HUGE_PAGE]
+    return len(rows) > 0 and populate(rows)
