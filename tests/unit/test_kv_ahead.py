@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -67,9 +68,9 @@ def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = [a_pool()]
     parts: list[int] = []
 
-    def populate(rows: torch.Tensor) -> bool:
+    def populate(address: int, size: int) -> bool:
         pools.clear()  # the last one who holds it, but for the thread
-        parts.append(rows.numel())
+        parts.append(size)
         return True
 
     monkeypatch.setattr(ahead, "populate", populate)
@@ -83,7 +84,7 @@ def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_rests_while_steps_run_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = iter([True, False, True])
     rests: list[float] = []
-    monkeypatch.setattr(ahead, "populate", lambda rows: True)
+    monkeypatch.setattr(ahead, "populate", lambda address, size: True)
     monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=rests.append))
     pool = a_pool()
     thread = ahead.give_memory_ahead(pool, lambda: next(turns, False), lambda: 1.0)
@@ -91,6 +92,22 @@ def test_it_rests_while_steps_run_and_only_then(monkeypatch: pytest.MonkeyPatch)
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert len(rests) == 2
+
+
+def test_a_program_may_end_meanwhile() -> None:
+    """A thread that is in C++ when the interpreter ends aborts the process."""
+    program = """
+import torch
+from ostinato.kv import ahead
+from ostinato.kv.pool import KVLayout, KVPool
+
+ahead.populate = lambda address, size: True
+pool = KVPool(KVLayout(32, 8, 64, torch.bfloat16, 16), num_pages=9000, max_requests=1, max_pages_per_request=4)
+ahead.give_memory_ahead(pool, lambda: False, lambda: 1.0)
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_device_has_its_memory_from_the_start() -> None:

@@ -9,6 +9,7 @@ this one ends, so that nobody waits for it.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -66,6 +67,7 @@ def run_rank(
             engine = _loaded(config, report, world, reports, program)
         if engine is None:
             return FAILED
+        gc.freeze()  # as rank 0's process does, whose steps wait for these
         follow(engine, world, float(config.rank_timeout))
     except OstinatoError as error:
         print(f"rank {topology.rank}: {error}", file=sys.stderr, flush=True)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-import torch
 
 from ostinato.kv.pool import KVPool
 from ostinato.ops.cpu.huge_pages import HUGE_PAGE, populate
@@ -48,28 +46,28 @@ def give_memory_ahead(
     """
     if pool.device.type != "cpu":
         return None
-    args = weakref.ref(pool), busy, free
+    # Addresses, for the thread must not call torch: one that is in C++ when the interpreter ends aborts the process.
+    places = [(x.data_ptr(), x.numel() * x.element_size()) for x in (*pool.k, *pool.v)]
+    args = weakref.ref(pool), places, busy, free
     thread = threading.Thread(target=_give, args=args, name="kv-memory", daemon=True)
     thread.start()
     return thread
 
 
-def _give(dropped: weakref.ref[KVPool], busy: Callable[[], bool], free: Callable[[], float]) -> None:
-    part = 0
-    while free() > LEAST_FREE:
-        start = time.perf_counter()
-        if not _give_part(dropped(), part):
-            return
-        part += 1
-        if busy():
-            time.sleep(REST * (time.perf_counter() - start))
-
-
-def _give_part(pool: KVPool | None, part: int) -> bool:
-    """One huge page of one layer's keys or values, all layers before the next page of each; False behind the last."""
-    if pool is None:
-        return False
-    tensors = (*pool.k, *pool.v)
-    page, number = divmod(part, len(tensors))
-    rows = tensors[number].view(-1).view(torch.uint8)[page * HUGE_PAGE : (page + 1) * HUGE_PAGE]
-    return len(rows) > 0 and populate(rows)
+def _give(
+    dropped: weakref.ref[KVPool],
+    places: Sequence[tuple[int, int]],
+    busy: Callable[[], bool],
+    free: Callable[[], float],
+) -> None:
+    """One huge page of one layer's keys or values at a time, of all layers before the next of each."""
+    for first in range(0, places[0][1], HUGE_PAGE):
+        for address, size in places:
+            start, pool = time.perf_counter(), dropped()  # held while its memory is spoken of
+            if pool is None or free() <= LEAST_FREE:
+                return
+            if not populate(address + first, min(HUGE_PAGE, size - first)):
+                return
+            del pool
+            if busy():
+                time.sleep(REST * (time.perf_counter() - start))

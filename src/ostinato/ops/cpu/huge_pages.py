@@ -46,16 +46,16 @@ def give_back(tensor: torch.Tensor) -> None:
     _advise(tensor, _MADV_DONTNEED)
 
 
-def populate(tensor: torch.Tensor) -> bool:
-    """Let the small pages under contiguous mapped zeros come into being now, whatever they hold; False where the system
-    cannot. Other threads may read and write them meanwhile.
+def populate(address: int, size: int) -> bool:
+    """Let the small pages under `size` bytes of mapped zeros come into being now, whatever they hold; False where the
+    system cannot. Other threads may read and write them meanwhile.
     """
-    start = tensor.data_ptr() // _PAGE * _PAGE
-    length = -(-(tensor.data_ptr() + tensor.numel() * tensor.element_size() - start) // _PAGE) * _PAGE
-    if sys.platform != "linux" or length <= 0:
+    start = address // _PAGE * _PAGE
+    length = -(-(address + size - start) // _PAGE) * _PAGE
+    if sys.platform != "linux" or size <= 0:
         return False
-    at, size = ctypes.c_void_p(start), ctypes.c_size_t(length)
-    return int(ctypes.CDLL(None).madvise(at, size, _MADV_POPULATE_WRITE)) == 0
+    at, whole = ctypes.c_void_p(start), ctypes.c_size_t(length)
+    return int(ctypes.CDLL(None).madvise(at, whole, _MADV_POPULATE_WRITE)) == 0
 
 
 def _advise(tensor: torch.Tensor, advice: int) -> None:
