@@ -149,7 +149,7 @@ def test_table_and_plot(bench: Any, record: dict[str, Any], tmp_path: Path) -> N
 def test_a_case_without_turns_shows_none(bench: Any, record: dict[str, Any]) -> None:
     record["turns"] = [turn(1, 8.0, kept=False)]
     report = bench("report")
-    assert "| decode b1 | – | – | – | – | – | – | 0 (+1 discarded) |" in report.section(record)
+    assert "| decode b1 | – | – | – | – | – | – | – | 0 (+1 discarded) |" in report.section(record)
     ElementTree.fromstring(report.plot([record]))
 
 

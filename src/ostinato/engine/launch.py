@@ -137,12 +137,12 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     if config.capture == "startup" and worker.decode.backend.captures:
         worker.capture(report)
     passes = _passes(config, sizes, worker.coordinator)
-    if config.pin_threads:
-        pin_threads()
     together = worker.coordinator.rules.extend_gather
     scheduler = _scheduler(config, sizes, pool, None if passes is None else passes.ask, together)
     dropped = weakref.ref(scheduler)  # the thread is to keep nothing alive
     give_memory_ahead(pool, busy=lambda: (here := dropped()) is not None and here.has_work)
+    if config.pin_threads:
+        pin_threads()
     return Parts(directory, model_config, worker, scheduler, passes)
 
 
