@@ -113,9 +113,11 @@ def _share(record: Mapping[str, Any], turn: Mapping[str, Any], own: str, stored:
 
 
 def write_race(record: Mapping[str, Any], directory: Path) -> None:
-    """A race's JSON, in place of an older one of the same model and precision."""
+    """A race's JSON, in place of an older one of the same model, precision and rule about memory."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{record['model']}-{record['precision']}.json"
+    least = record.get("memory_from", 0.0)
+    rule = f"-from-{least:.0f}" if least else ""
+    path = directory / f"{record['model']}-{record['precision']}{rule}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -123,7 +125,7 @@ def write_summary(directory: Path) -> Path:
     """The table (returned) and the plot of all races in a directory."""
     found = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     records = [record for record in found if "precision" in record]  # other measurements lie there too
-    records.sort(key=lambda record: (_ORDER.index(record["model"]), record["precision"]))
+    records.sort(key=lambda r: (_ORDER.index(r["model"]), r["precision"], -r.get("memory_from", 0.0)))
     table = directory / "compare.md"
     (directory / "compare.svg").write_text(plot(records), encoding="utf-8")
     parts = ["# ostinato beside other engines\n", _INTRODUCTION, "![Speeds of all engines](compare.svg)\n"]
@@ -144,6 +146,12 @@ scheduler and sampler, llama.cpp and transformers as bare greedy loops over thei
 _SHARES = ("share of the limit", "as stored")
 
 
+def _title(record: Mapping[str, Any]) -> str:
+    least = record.get("memory_from", 0.0)
+    rule = f", memory at {least:.0f} GB/s or more" if least else ""
+    return f"{record['model']}, {record['precision']}{rule}"
+
+
 def section(record: Mapping[str, Any]) -> str:
     """A race as Markdown."""
     summaries = summarise(record)
@@ -160,7 +168,7 @@ def section(record: Mapping[str, Any]) -> str:
         memory = "–".join(f"{edge(case.memory) / 1e9:.0f}" for edge in (min, max)) if case.memory else "–"
         rows.append([case.name, *speeds, *ratios, *shares, memory, turns])
     lines = [
-        f"## {record['model']}, {record['precision']}\n",
+        f"## {_title(record)}\n",
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
     return "\n".join([*lines, "", *_notes(record)]) + "\n"
@@ -191,9 +199,7 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
     if ceilings:
         gigabytes = statistics.median(entry["bytes"] for entry in ceilings) / 1e9
         peak = statistics.median(entry["operations"] for entry in ceilings) / 1e9
-        least = record.get("memory_from", 0.0)
-        rule = f"; turns count from {least:.0f} GB/s on" if least else ""
-        notes.append(f"- Measured ceilings: {gigabytes:.1f} GB/s read, {peak:.0f} GFLOP/s bf16{rule}")
+        notes.append(f"- Measured ceilings: {gigabytes:.1f} GB/s read, {peak:.0f} GFLOP/s bf16")
     if record["active_experts"]:
         counts = ", ".join(f"{case} {count:.1f}" for case, count in record["active_experts"].items())
         notes.append(f"- Different experts a layer in a step: {counts}")
@@ -214,9 +220,7 @@ def plot(records: Sequence[Mapping[str, Any]]) -> str:
     for record in records:
         colours = _colours(record["contestants"])
         y += 22
-        parts.append(
-            _text(10, y, f"{record['model']}, {record['precision']}", 'font-size="14" font-weight="600"')
-        )
+        parts.append(_text(10, y, _title(record), 'font-size="14" font-weight="600"'))
         x = 10
         y += 22
         for label, colour in colours.items():

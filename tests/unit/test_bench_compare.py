@@ -146,6 +146,17 @@ def test_table_and_plot(bench: Any, record: dict[str, Any], tmp_path: Path) -> N
     ElementTree.fromstring((tmp_path / "compare.svg").read_text())
 
 
+def test_a_race_with_a_rule_about_memory_stands_beside_one_without(
+    bench: Any, record: dict[str, Any], tmp_path: Path
+) -> None:
+    report = bench("report")
+    report.write_race(record, tmp_path)
+    report.write_race(record | {"memory_from": 60.0}, tmp_path)
+    found = report.write_summary(tmp_path).read_text().splitlines()
+    titles = [line for line in found if line.startswith("## ")]
+    assert titles == ["## tiny, bf16, memory at 60 GB/s or more", "## tiny, bf16"]
+
+
 def test_a_case_without_turns_shows_none(bench: Any, record: dict[str, Any]) -> None:
     record["turns"] = [turn(1, 8.0, kept=False)]
     report = bench("report")
