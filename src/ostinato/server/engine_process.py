@@ -81,7 +81,7 @@ def main(opened: Callable[[Engine], None] | None = None) -> int:
         engine = _launch(launch, send)
         if engine is None:
             return LAUNCH_REFUSED
-        gc.freeze()  # what is here stays; to look through it for garbage would hold up a step by some 50 ms
+        gc.freeze()  # what is here stays; to look through it for garbage holds up a step by some 90 ms
         if opened is not None:
             opened(engine)
         try:
