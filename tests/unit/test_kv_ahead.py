@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,7 +63,7 @@ def test_it_stops_where_memory_is_short() -> None:
 
 
 def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread holds nothing while it rests, and goes no further than the page that it was at."""
+    """The thread holds nothing between two pages, and goes no further than the page that it was at."""
     pools = [a_pool()]
     parts: list[int] = []
 
@@ -74,24 +73,30 @@ def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(ahead, "populate", populate)
-    thread = ahead.give_memory_ahead(pools[0], lambda: True, lambda: 1.0)
+    thread = ahead.give_memory_ahead(pools[0], lambda: False, lambda: 1.0)
     assert thread is not None
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert len(parts) == 1
 
 
-def test_it_rests_while_steps_run_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = iter([True, False, True])
-    rests: list[float] = []
-    monkeypatch.setattr(ahead, "populate", lambda address, size: True)
-    monkeypatch.setattr(ahead, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=rests.append))
+def test_it_waits_while_steps_run_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter([True, True, False, True])
+    seen: list[str] = []
+
+    def populate(address: int, size: int) -> bool:
+        seen.append("page")
+        return True
+
+    monkeypatch.setattr(ahead, "populate", populate)
+    monkeypatch.setattr(ahead, "time", SimpleNamespace(sleep=lambda seconds: seen.append("wait")))
     pool = a_pool()
     thread = ahead.give_memory_ahead(pool, lambda: next(turns, False), lambda: 1.0)
     assert thread is not None
     thread.join(timeout=60)
     assert not thread.is_alive()
-    assert len(rests) == 2
+    assert seen[:5] == ["wait", "wait", "page", "wait", "page"]
+    assert seen.count("wait") == 3
 
 
 def test_a_program_may_end_meanwhile() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ostinato.kv.pool import KVPool
 from ostinato.ops.cpu.huge_pages import HUGE_PAGE, populate
 
-REST = 7.0  # times as long as it worked does the thread rest while steps run, so that it slows them little
+LOOK = 0.05  # seconds between two looks whether steps still run: it works when none does, and takes no core from any
 LEAST_FREE = 0.1  # of all memory: what is left to others
 
 _MEMINFO = Path("/proc/meminfo")
@@ -63,11 +63,11 @@ def _give(
     """One huge page of one layer's keys or values at a time, of all layers before the next of each."""
     for first in range(0, places[0][1], HUGE_PAGE):
         for address, size in places:
-            start, pool = time.perf_counter(), dropped()  # held while its memory is spoken of
+            while busy():
+                time.sleep(LOOK)
+            pool = dropped()  # held while its memory is spoken of
             if pool is None or free() <= LEAST_FREE:
                 return
             if not populate(address + first, min(HUGE_PAGE, size - first)):
                 return
             del pool
-            if busy():
-                time.sleep(REST * (time.perf_counter() - start))
