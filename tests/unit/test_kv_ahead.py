@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,8 +74,10 @@ def test_a_dropped_pool_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         return True
 
     monkeypatch.setattr(ahead, "populate", populate)
-    thread = ahead.give_memory_ahead(pools[0], lambda: False, lambda: 1.0)
+    begun = threading.Event()
+    thread = ahead.give_memory_ahead(pools[0], lambda: not begun.is_set(), lambda: 1.0)
     assert thread is not None
+    begun.set()  # now that the call has let go of the pool
     thread.join(timeout=60)
     assert not thread.is_alive()
     assert len(parts) == 1
