@@ -49,7 +49,8 @@ class CaseSummary:
 def turn_line(turn: Mapping[str, Any]) -> str:
     """A turn as a line of progress."""
     speeds = "  ".join(f"{label} {speed:.1f}" for label, speed in turn["tokens_per_second"].items())
-    busy, memory = max(turn["cores_of_others"].values()), turn["ceilings"]["bytes"] / 1e9
+    busy = max(turn["cores_of_others"].values())
+    memory = min(turn[when]["bytes"] for when in ("ceilings", "ceilings_after") if when in turn) / 1e9
     why = "warm-up" if turn["number"] == 0 else f"discarded: others {busy:.2f}, memory {memory:.0f} GB/s"
     kept = "" if turn["kept"] else f"  ({why})"
     return f"  {turn['number']:2} {turn['case']['name']:24} {speeds}{kept}"

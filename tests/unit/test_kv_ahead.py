@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -22,21 +24,9 @@ def a_pool() -> KVPool:
     return KVPool(LAYOUT, num_pages=PAGES, max_requests=1, max_pages_per_request=4)
 
 
-def resident(tensor: torch.Tensor) -> int:
-    """Bytes of the mapping under `tensor` that are in memory."""
-    at, found = tensor.data_ptr(), False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head = line.split()[0]
-        if "-" in head:
-            low, high = (int(part, 16) for part in head.split("-"))
-            found = low <= at < high
-        elif found and head == "Rss:":
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no mapping holds the tensor")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for pages")
-def test_all_of_it_is_there_and_as_it_was() -> None:
+def test_all_of_it_is_there_and_as_it_was(load_module: Callable[[str], ModuleType]) -> None:
+    resident = load_module("unit/test_weight_streaming.py").resident
     pool = a_pool()
     pool.k[0][7] = 1.0
     before = resident(pool.v[1])
@@ -119,10 +109,8 @@ ahead.give_memory_ahead(pool, lambda: False, lambda: 1.0)
 
 
 def test_a_device_has_its_memory_from_the_start() -> None:
-    class Elsewhere:
-        device = torch.device("meta")
-
-    assert ahead.give_memory_ahead(Elsewhere(), lambda: False) is None  # type: ignore[arg-type]
+    pool = cast(KVPool, SimpleNamespace(device=torch.device("meta")))
+    assert ahead.give_memory_ahead(pool, lambda: False) is None
 
 
 @pytest.mark.parametrize(
