@@ -12,7 +12,7 @@ import enum
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ostinato.errors import ConfigError, PadContractError
@@ -35,7 +35,7 @@ class StepMode(enum.Enum):
 
 
 class GraphKey(NamedTuple):
-    """Identity of a captured graph. Built by `StepShape.key` and nowhere else."""
+    """Identity of a captured graph. Built by `StepShape` and nowhere else."""
 
     kind: str  # "decode" or "extend"
     size: int  # rows for extend, batch size for decode
@@ -49,7 +49,8 @@ class StepShape:
 
     `num_tokens` holds the real rows of every data-parallel rank (one entry without data parallelism),
     `padded_num_tokens` and `padded_bs` the widths that this rank executes. `eager_reason` is empty when a
-    graph of this key may serve the step, else it says in a few words why none may.
+    graph of this key may serve the step, else it says in a few words why none may. `raw_num_tokens` are the real
+    rows of this rank, `key` the graph key: the same for capture, admission and replay.
     """
 
     mode: StepMode
@@ -61,22 +62,16 @@ class StepShape:
     stream_index: int = 0
     dp_rank: int = 0
     eager_reason: str = ""
+    raw_num_tokens: int = field(init=False, repr=False, compare=False)
+    key: GraphKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        extend = self.mode.is_extend
+        kind, size = ("extend", self.padded_num_tokens) if extend else ("decode", self.padded_bs)
+        object.__setattr__(self, "raw_num_tokens", self.num_tokens[self.dp_rank])
+        object.__setattr__(self, "key", GraphKey(kind, size, self.stream_index, self.variant))
         assert self.raw_num_tokens <= self.padded_num_tokens, (self.raw_num_tokens, self.padded_num_tokens)
         assert self.bs <= self.padded_bs, (self.bs, self.padded_bs)
-
-    @property
-    def raw_num_tokens(self) -> int:
-        """Real rows of this rank."""
-        return self.num_tokens[self.dp_rank]
-
-    @property
-    def key(self) -> GraphKey:
-        """The graph key: the same for capture, admission and replay."""
-        if self.mode.is_extend:
-            return GraphKey("extend", self.padded_num_tokens, self.stream_index, self.variant)
-        return GraphKey("decode", self.padded_bs, self.stream_index, self.variant)
 
 
 @dataclass(frozen=True, slots=True)

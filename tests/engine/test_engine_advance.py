@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ostinato import LLM, RequestOutput, SamplingParams
+from ostinato.engine.admission import NewTokenRatio
 
 PROMPTS = [
     "It is a truth",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ostinato.engine.sequence import Sequence
 from ostinato.errors import RequestError
@@ -80,18 +80,14 @@ class NewTokenRatio:
     """The share of their allowed growth that running requests are assumed to take; learns from retractions."""
 
     conservativeness: float = 1.0
-    value: float = 0.0
+    value: float = field(init=False)
+    initial: float = field(init=False)
+    minimum: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.initial = min(RATIO_INIT * self.conservativeness, 1.0)
+        self.minimum = min(self.initial * RATIO_MIN_FACTOR, 1.0)
         self.reset()
-
-    @property
-    def initial(self) -> float:
-        return min(RATIO_INIT * self.conservativeness, 1.0)
-
-    @property
-    def minimum(self) -> float:
-        return min(self.initial * RATIO_MIN_FACTOR, 1.0)
 
     def reset(self) -> None:
         """Back to the start: the engine is idle."""
@@ -99,7 +95,8 @@ class NewTokenRatio:
 
     def decay(self) -> None:
         """A decode step went without retraction."""
-        self.value = max(self.value - (self.initial - self.minimum) / RATIO_STEPS, self.minimum)
+        if self.value != self.minimum:
+            self.value = max(self.value - (self.initial - self.minimum) / RATIO_STEPS, self.minimum)
 
     def after_retraction(self, kept: Iterable[Sequence]) -> None:
         """Estimate anew from the sequences that stay."""

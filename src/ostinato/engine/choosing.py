@@ -18,33 +18,38 @@ NO_NUMBERS = (
 )
 
 
-def choose(result: StepResult, worker: Worker) -> dict[Sequence, Sampled]:
+Sampling = dict[Sequence, Sampled]
+"""Of sequences whose requests ask for more than the token: it, and what is told about it."""
+
+
+def choose(result: StepResult, worker: Worker) -> tuple[dict[Sequence, int], Sampling]:
     """The token of each row that chooses one, in order; those that are not the step's own go back to the worker.
 
     A sequence whose first token comes from NaN or an infinity gets a `problem`: what follows would mean nothing.
     """
-    chosen: dict[Sequence, Sampled] = {}
+    chosen: dict[Sequence, int] = {}
+    more: Sampling = {}
     others: list[int] = []
     for i, (row, token) in enumerate(zip(result.sampling, result.tokens, strict=True)):
         sequence = row.sequence
-        chosen[sequence] = Sampled(token)
+        chosen[sequence] = token
         if not sequence.output_token_ids and not math.isfinite(result.logits[i, token]):
             sequence.problem = NO_NUMBERS
         if sequence.bare:
             continue
         if sequence.by_step:
-            chosen[sequence] = with_logprobs(result.logits[i], token, sequence.request.params.logprobs)
+            more[sequence] = with_logprobs(result.logits[i], token, sequence.request.params.logprobs)
         else:
             others.append(i)
     if others:
         rows = [result.sampling[i] for i in others]
         sampled = sample(result.logits[others].cpu(), [_sample_input(row) for row in rows], worker.model.ops)
         for row, found in zip(rows, sampled, strict=True):
-            chosen[row.sequence] = found
+            chosen[row.sequence], more[row.sequence] = found.token_id, found
             if row.sequence.matcher is not None:
                 row.sequence.matcher.accept(found.token_id)
-        worker.relay([s.token_id for s in chosen.values()])
-    return chosen
+        worker.relay(list(chosen.values()))
+    return chosen, more
 
 
 def _sample_input(row: ScheduledSequence) -> SampleInput:

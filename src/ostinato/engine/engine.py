@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -35,7 +35,7 @@ from ostinato.engine.request import (
     as_token_ids,
     check_text,
 )
-from ostinato.engine.sampler import Sampled, needs_history, rule_of, top_logprobs
+from ostinato.engine.sampler import needs_history, rule_of, top_logprobs
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.errors import RequestError
 from ostinato.ops.choice import mix64
@@ -54,8 +54,12 @@ class _Live:
     sequences: list[Sequence]
     streams: list[OutputStream]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    touched: bool = field(default=False)
-    cached_told: bool = field(default=False)
+    cached_told: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has ended."""
+        return not [s for s in self.sequences if s.state is not SequenceState.FINISHED]
 
 
 class Engine:
@@ -88,10 +92,12 @@ class Engine:
         )
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.stop_token_ids)
         self._live: dict[str, _Live] = {}
+        self._touched: dict[str, _Live] = {}  # those with news that nobody has taken
         self._arrivals = count()
         self._names = count()
         self._tokens = {"prompt": 0, "generated": 0}
         self.digest = 0  # of all tokens chosen so far, by which ranks that share requests are compared
+        self._digests = self.world.topology.attn_tp > 1
 
     # ---- intake ----
 
@@ -227,8 +233,9 @@ class Engine:
 
     def _advance(self) -> None:
         plan = self._parts.schedule()
-        for sequence in self.scheduler.take_failed():
-            self._end(sequence)
+        if self.scheduler.failed:
+            for sequence in self.scheduler.take_failed():
+                self._end(sequence)
         if plan is None:
             self.worker.idle()  # other ranks may have something to run, and need this one
         else:
@@ -238,30 +245,28 @@ class Engine:
                 for row in plan.rows:
                     self._finish_request(row.sequence.request.request_id, "error")
                 raise
-        if self.worker.checks.take_wrong():
+        if self.worker.checks.on and self.worker.checks.take_wrong():
             self.scheduler.recompute()
 
     def _run(self, plan: StepPlan) -> None:
         result = self.worker.execute(plan, self._take_prompt_logits)
-        chosen = choose(result, self.worker)
-        ended = self.scheduler.commit(plan, {sequence: s.token_id for sequence, s in chosen.items()})
+        chosen, more = choose(result, self.worker)
+        ended = self.scheduler.commit(plan, chosen)
         for sequence, token in chosen.items():
-            self._push(sequence, token)
-            self._follow(sequence, sequence.matcher)
+            name = sequence.request.request_id
+            live = self._touched[name] = self._live[name]
+            sampled = more.get(sequence) if more else None
+            at_stop = sequence.finish_reason == "stop"
+            if live.streams[sequence.index].push(token, sampled, ends_sequence=at_stop):
+                self.scheduler.finish(sequence, "stop")
+                self._end(sequence)
+            if sequence.problem is not None or sequence.matcher is not None:
+                self._follow(sequence, sequence.matcher)
         for sequence in ended:
             self._end(sequence)
         self._tokens["generated"] += len(chosen)
-        if self.world.topology.attn_tp > 1:
-            tokens = array("q", [token.token_id for token in chosen.values()])
-            self.digest = zlib.crc32(tokens.tobytes(), self.digest)
-
-    def _push(self, sequence: Sequence, token: Sampled) -> None:
-        live = self._live[sequence.request.request_id]
-        live.touched = True
-        stream = live.streams[sequence.index]
-        if stream.push(token, ends_sequence=sequence.finish_reason == "stop"):
-            self.scheduler.finish(sequence, "stop")
-            self._end(sequence)
+        if self._digests:
+            self.digest = zlib.crc32(array("q", chosen.values()).tobytes(), self.digest)
 
     def _follow(self, sequence: Sequence, matcher: Matcher | None) -> None:
         """End a sequence that has a problem, or whose form is complete or can be followed no further."""
@@ -275,8 +280,8 @@ class Engine:
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        live = self._live[sequence.request.request_id]
-        live.touched = True
+        name = sequence.request.request_id
+        live = self._touched[name] = self._live[name]
         assert sequence.finish_reason is not None
         live.streams[sequence.index].finish(sequence.finish_reason, sequence.stop_reason)
 
@@ -294,19 +299,18 @@ class Engine:
 
     def _collect(self) -> list[RequestOutput]:
         outputs = []
-        for live in [live for live in self._live.values() if live.touched]:
-            live.touched = False
+        touched, self._touched = self._touched, {}
+        for name, live in touched.items():
             output = _output(live)
             outputs.append(output)
             if output.finished:
-                del self._live[live.request.request_id]
+                del self._live[name]
         return outputs
 
     def _collect_deltas(self) -> list[SequenceDelta]:
         deltas: list[SequenceDelta] = []
-        for live in [live for live in self._live.values() if live.touched]:
-            live.touched = False
-            name = live.request.request_id
+        touched, self._touched = self._touched, {}
+        for name, live in touched.items():
             news = [delta for stream in live.streams if (delta := stream.take_delta(name)) is not None]
             if news and live.prompt_logprobs is not None:
                 news[0].prompt_logprobs = [None if p is None else as_rows(p) for p in live.prompt_logprobs]
@@ -314,7 +318,7 @@ class Engine:
             if news and not live.cached_told:
                 live.cached_told = True
                 news[0].num_cached_tokens = live.sequences[0].num_cached
-            if all(s.state is SequenceState.FINISHED for s in live.sequences):
+            if live.finished:
                 news[-1].done = True
                 del self._live[name]
             deltas += news
@@ -337,14 +341,14 @@ class Engine:
         if live is None:
             return None
         self._finish_request(request_id, "abort")
-        del self._live[request_id]
+        del self._live[request_id], self._touched[request_id]
         return _output(live)
 
     def _finish_request(self, request_id: str, reason: FinishReason) -> None:
         live = self._live.get(request_id)
         if live is None:
             return
-        live.touched = True
+        self._touched[request_id] = live
         for sequence, stream in zip(live.sequences, live.streams, strict=True):
             self.scheduler.finish(sequence, reason)
             # Not by the sequence's own reason: a step that failed between the two has kept the last token from us.
@@ -385,12 +389,12 @@ class Engine:
 
 
 def _output(live: _Live) -> RequestOutput:
-    finished = all(s.state is SequenceState.FINISHED for s in live.sequences)
+    finished, request = live.finished, live.request
     return RequestOutput(
-        request_id=live.request.request_id,
-        prompt=live.request.prompt,
-        prompt_token_ids=live.request.prompt_token_ids,
-        outputs=tuple(stream.take() for stream in live.streams),
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=tuple([stream.take() for stream in live.streams]),
         finished=finished,
         prompt_logprobs=tuple(live.prompt_logprobs)
         if finished and live.prompt_logprobs is not None

@@ -11,13 +11,29 @@ from collections.abc import Sequence
 from ostinato.engine.delta import SequenceDelta, TokenLogprobs
 from ostinato.engine.request import CompletionOutput, FinishReason, Logprob, SamplingParams
 from ostinato.engine.sampler import Sampled
-from ostinato.text.detokenizer import Detokenizer
+from ostinato.text.detokenizer import open_detokenizer
 from ostinato.text.stop import StopSet, StopStream
 from ostinato.text.tokenizer import Tokenizer
 
 
 class OutputStream:
     """The visible side of one sequence: `push` a token, read `text`, `delta` and `finish_reason`."""
+
+    __slots__ = (
+        "_cumulative",
+        "_detokenizer",
+        "_logprobs",
+        "_stops",
+        "_taken",
+        "_text",
+        "_told",
+        "_watches",
+        "delta",
+        "finish_reason",
+        "index",
+        "stop_reason",
+        "token_ids",
+    )
 
     def __init__(
         self,
@@ -32,13 +48,13 @@ class OutputStream:
         self.delta = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._params = params
-        self._detokenizer = Detokenizer(
+        self._detokenizer = open_detokenizer(
             tokenizer, prompt_ids=prompt_token_ids, skip_special_tokens=params.skip_special_tokens
         )
         self._stops = StopStream(
             stops, include=params.include_stop_str_in_output, min_tokens=params.min_tokens
         )
+        self._watches = bool(stops.stops)
         self._text: list[str] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative = 0.0
@@ -52,20 +68,25 @@ class OutputStream:
             self._text = ["".join(self._text)]
         return self._text[0] if self._text else ""
 
-    def push(self, sampled: Sampled, *, ends_sequence: bool) -> bool:
-        """Take the next token; True when a stop string has just been completed.
+    def push(self, token_id: int, sampled: Sampled | None, *, ends_sequence: bool) -> bool:
+        """Take the next token, and what was asked about it; True when a stop string has just been completed.
 
         `ends_sequence` marks a stop token: it counts as a token and has no text.
         """
-        self.token_ids.append(sampled.token_id)
+        self.token_ids.append(token_id)
         if self._logprobs is not None:
+            assert sampled is not None
             assert sampled.logprob is not None
             assert sampled.top_logprobs is not None
             self._logprobs.append(sampled.top_logprobs)
             self._cumulative += sampled.logprob
-        text = "" if ends_sequence else self._detokenizer.push([sampled.token_id])
-        self._hand_out(self._stops.push(text, num_tokens=len(self.token_ids)))
-        return self._stops.matched is not None
+        text = "" if ends_sequence else self._detokenizer.push(token_id)
+        if self._watches:
+            text = self._stops.push(text, num_tokens=len(self.token_ids))
+        if text:
+            self._text.append(text)
+            self.delta += text
+        return self._watches and self._stops.matched is not None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """The sequence has ended: flush what was held back, unless a stop string ended it."""

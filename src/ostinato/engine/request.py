@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from ostinato.errors import RequestError
 from ostinato.text.grammar import StructuredOutputs
 
@@ -220,8 +222,7 @@ class Request:
         _check_int("priority", self.priority, -(2**31), 2**31)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, frozen=True):
     """One completion so far. `delta` is the text since the last output of a stream."""
 
     index: int
@@ -234,8 +235,7 @@ class CompletionOutput:
     delta: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True):
     """The state of a request: its prompt and `n` completions.
 
     `prompt_logprobs` has an entry per prompt token, None for the first (nothing predicts it).

@@ -73,7 +73,7 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
         self._page = kv.page_size
         self._negotiate = negotiate
-        self._failed: list[Sequence] = []
+        self.failed: list[Sequence] = []
         self._takes_turns = options.fair and not options.mixed_prefill  # mixed decode rows never wait
         self._decode_due = False
 
@@ -104,7 +104,7 @@ class Scheduler:
 
     def take_failed(self) -> list[Sequence]:
         """Sequences that `schedule` had to end because the pool could not hold even one of them."""
-        failed, self._failed = self._failed, []
+        failed, self.failed = self.failed, []
         return failed
 
     @property
@@ -136,7 +136,7 @@ class Scheduler:
             self._decode_due = False
             if turn := self.decode_turn():
                 return turn
-        rows = self._admit(len(decode))
+        rows = self._admit(len(decode)) if self.waiting or self.chunked is not None else ()
         if rows:
             held = held_decodes(self.running, [row.sequence for row in rows]) if self._takes_turns else 0
             self._decode_due = held > 0 and not self.options.together
@@ -163,9 +163,12 @@ class Scheduler:
             sequence.num_computed = row.start + row.num_tokens
             if row.prefill:
                 self.kv.cache(sequence)
-            if sequence in tokens:
-                sequence.output_token_ids.append(tokens[sequence])
-                if self._ends(sequence, tokens[sequence]):
+            token = tokens.get(sequence)
+            if token is not None:
+                output = sequence.output_token_ids
+                output.append(token)
+                at_end = len(output) >= sequence.max_new_tokens or token in sequence.stop_token_ids
+                if at_end and self._ends(sequence, token):
                     ended.append(sequence)
             elif sequence.max_new_tokens == 0 and sequence.num_computed == sequence.num_tokens:
                 self.finish(sequence, "length")
@@ -190,8 +193,6 @@ class Scheduler:
 
     def _admit(self, decode_rows: int) -> list[ScheduledSequence]:
         """Prefill rows of this step: the chunk in hand first, then the queue in order while budgets last."""
-        if not self.waiting and self.chunked is None:
-            return []
         options = self.options
         chunk = options.chunked_prefill_size
         tokens = align_up(options.max_prefill_tokens, self._page) - decode_rows
@@ -324,20 +325,27 @@ class Scheduler:
     # ---- decode ----
 
     def _decode_rows(self) -> list[ScheduledSequence]:
+        """A row for each running sequence, with the page that it takes; most steps take none."""
         if not self.running:
             return []
-        if not self._make_room():
-            self.ratio.decay()
-        rows = []
+        page, rows, growing = self._page, [], False
         for sequence in self.running:
-            known = sequence.num_tokens
-            if known > len(sequence.pages) * self._page:
-                self.kv.grow(sequence, known)
-            rows.append(ScheduledSequence(sequence, known - 1, 1, prefill=False))
+            known = sequence.prompt_len + len(sequence.output_token_ids)
+            growing = growing or known > len(sequence.pages) * page
+            rows.append(ScheduledSequence(sequence, known - 1, 1, False))
+        if growing:
+            if self._make_room():
+                rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
+            else:
+                self.ratio.decay()
+            for row in rows:
+                self.kv.grow(row.sequence, row.start + 1)
+        else:
+            self.ratio.decay()
         return rows
 
     def _make_room(self) -> bool:
-        """Retract sequences while the next decode step does not fit after eviction; whether any was.
+        """Retract sequences while the next decode step does not fit after eviction; whether one had to go.
 
         A request amid its chunks goes first: it has generated nothing, and its whole pages stay in the tree for it.
         """
@@ -363,7 +371,7 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, why: str) -> None:
         self.finish(sequence, "error", why)
-        self._failed.append(sequence)
+        self.failed.append(sequence)
 
     def _retract(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue; it will prefill prompt and output again."""

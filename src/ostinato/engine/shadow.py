@@ -71,6 +71,7 @@ class StepChecks:
     """`due` for every step, then `again` for those that are.
 
     agree: (this rank's step differs) -> the ranks where it does, of all that took it together. alone: there are none.
+    on: whether any step can be due.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class StepChecks:
         self._alone = alone
         self.traces: list[str] = []
         self._wrong = False
-        self._on = options.rate > 0 or options.trace_steps > 0
+        self.on = options.rate > 0 or options.trace_steps > 0
         self._to_record = options.trace_steps
         self._agree = agree
         self._load = load
@@ -97,7 +98,7 @@ class StepChecks:
         Ranks that step together must answer alike, so there only counts what all of them know: not whether the graph
         is here already, which may differ (a prefill has variants by what its requests have cached).
         """
-        if not self._on:
+        if not self.on:
             return False
         self.steps += 1
         sampled = self._to_record > 0 or uniform(_SEED, self.steps) < self.options.rate

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from ostinato.attention.backend import AttentionBackend
@@ -67,8 +68,7 @@ class WorkerOptions:
     replanner: Replanner | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """`logits` fp32 [len(sampling) or more, vocab]: of the rows that choose a token; `tokens`: what the step chose.
 
     Logits are overwritten by the next step.
@@ -217,21 +217,23 @@ class Worker:
 
     def execute(self, plan: StepPlan, prompt_logits: PromptLogits) -> StepResult:
         """Run a step. Logits of prompts that asked for them go to `prompt_logits`, some rows at a time."""
-        self._replan()
+        if self.options.replanner is not None:
+            self._replan(self.options.replanner)
         rows, held = plan.rows, self._held_shape
         goes_on = held is not None and plan.mode is StepMode.DECODE and self._goes_on(rows)
         shape = held if goes_on and self.coordinator.repeats() else self.coordinator.decide(plan)
         assert shape is not None, "this rank has rows"
-        self._note(shape)
+        if self.options.replanner is not None:
+            self.options.replanner.note(shape, self.rules)
         decodes = shape.mode is StepMode.DECODE
         # Another rank may need another width for the same requests: then the buffers are filled anew.
         goes_on = goes_on and held is not None and shape.key == held.key
         self._held, self._held_shape = (), None
-        checked = self.checks.due(self.decode if decodes else self.prefill, shape)
+        checked = self.checks.on and self.checks.due(self.decode if decodes else self.prefill, shape)
         logits = self.decode.advance() if goes_on else None
         if logits is None or checked:
             # Beside ranks that prefill, decode rows run as extends of one; the plan keeps the mode it was made with.
-            batch = self._batch(replace(plan, mode=shape.mode))
+            batch = self._batch(msgspec.structs.replace(plan, mode=shape.mode))
             if not decodes:
                 return self._prefill(plan, shape, batch, prompt_logits, checked)
             logits = self.decode.run(shape, batch) if logits is None else logits
@@ -242,14 +244,9 @@ class Worker:
         self._held, self._held_tokens, self._held_shape = rows, tokens, shape
         return StepResult(logits, tokens, rows)
 
-    def _note(self, shape: StepShape) -> None:
-        if self.options.replanner is not None:
-            self.options.replanner.note(shape, self.rules)
-
-    def _replan(self) -> None:
+    def _replan(self, replanner: Replanner) -> None:
         """Between two steps: go on with other bucket lists, if it is time, and drop graphs of no use in them."""
-        replanner = self.options.replanner
-        rules = replanner.plan(self.rules) if replanner is not None and replanner.due else self.rules
+        rules = replanner.plan(self.rules) if replanner.due else self.rules
         if rules != self.rules:
             self.rules, self.coordinator = rules, replace(self.coordinator, rules=rules)
             self._held, self._held_shape = (), None
@@ -276,10 +273,13 @@ class Worker:
 
     def idle(self) -> None:
         """Take part in a step of other ranks, if there is one, without rows of the own."""
-        self._replan()
+        replanner = self.options.replanner
+        if replanner is not None:
+            self._replan(replanner)
         shape = self.coordinator.decide(None)
         if shape is not None:
-            self._note(shape)
+            if replanner is not None:
+                replanner.note(shape, self.rules)
             self._held, self._held_shape = (), None
             runner = self.decode if shape.mode is StepMode.DECODE else self.prefill
             checked = self.checks.due(runner, shape)

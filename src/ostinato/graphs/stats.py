@@ -69,7 +69,7 @@ class GraphStats:
         eager_reason: str = "",
     ) -> None:
         """One served step: replayed in `replay_s` seconds, eager for a reason, or captured while it ran."""
-        stats = self._of(shape.key)
+        stats = self.keys.get(shape.key) or self._of(shape.key)
         raw = shape.raw_num_tokens
         size = max(shape.num_tokens)
         self.sizes[size if size <= FINE_SIZES else align_up(size, COARSE)] += 1

@@ -11,7 +11,7 @@ which a stream cannot.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -27,57 +27,47 @@ class _Decode(Protocol):
     def __call__(self, ids: Sequence[int], /) -> str: ...
 
 
-class Detokenizer:
-    """Incremental decoding of one sequence.
+class Detokenizer(Protocol):
+    """Incremental decoding of one sequence."""
 
-    `prompt_ids` are the tokens before it: text continues them (the space before a first word is kept, a
-    character begun there is finished). Without them, or when all are special, the text starts fresh, as
-    `decode` does.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> None:
-        self._text: list[str] = []
-        context = prompt_ids[-_CONTEXT:]
-        self._stream: _PieceStream | _WindowStream
-        if tokenizer.pieces is not None:
-            self._stream = _PieceStream(tokenizer.pieces, skip_special_tokens)
-            self._stream.seed(context, fresh=len(prompt_ids) == len(context))
-        else:
-            self._stream = _WindowStream(
-                lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), context
-            )
-
-    @property
-    def text(self) -> str:
-        """Everything handed out so far."""
-        if len(self._text) > 1:
-            self._text = ["".join(self._text)]
-        return self._text[0] if self._text else ""
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens; returns the text that they complete (may be empty)."""
-        return self._hand_out("".join([self._stream.push(token_id) for token_id in token_ids]))
+    def push(self, token_id: int) -> str:
+        """Take the next token; returns the text that it completes (may be empty)."""
+        ...
 
     def finish(self) -> str:
         """The sequence has ended: returns what was held, an unfinished character as U+FFFD."""
-        return self._hand_out(self._stream.finish())
+        ...
 
-    def _hand_out(self, text: str) -> str:
-        if text:
-            self._text.append(text)
-        return text
+
+def open_detokenizer(
+    tokenizer: Tokenizer, *, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+) -> Detokenizer:
+    """The detokenizer of a sequence behind `prompt_ids`.
+
+    Text continues them (the space before a first word is kept, a character begun there is finished). Without them, or
+    when all are special, the text starts fresh, as `decode` does.
+    """
+    context = prompt_ids[-_CONTEXT:]
+    if tokenizer.pieces is None:
+        return _WindowStream(
+            lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens), context
+        )
+    stream = _PieceStream(tokenizer.pieces, skip_special_tokens)
+    stream.seed(context, fresh=len(prompt_ids) == len(context))
+    return stream
 
 
 class _PieceStream:
     """Exact decoding from per-token bytes; holds at most three bytes."""
+
+    __slots__ = ("_first", "_held", "_settled", "_skip", "_table", "_to_strip")
 
     def __init__(self, table: PieceTable, skip_special_tokens: bool) -> None:
         self._table = table
         self._skip = table.special_ids if skip_special_tokens else frozenset()
         self._held = b""
         self._first = True  # no token stands before the next one
+        self._settled = False  # and no rule for the start of the text holds any more
         self._to_strip = table.rules.strip_count
 
     def seed(self, context: Sequence[int], *, fresh: bool) -> None:
@@ -85,15 +75,20 @@ class _PieceStream:
         for token_id in context:
             self.push(token_id)
         if not fresh:
-            self._first, self._to_strip = False, 0
+            self._first, self._settled, self._to_strip = False, True, 0
 
     def push(self, token_id: int) -> str:
+        if self._settled and not self._held:
+            text = self._table.whole.get(token_id)
+            if text is not None:
+                return text
         if token_id in self._skip:
             return ""
         piece = self._table.piece(token_id, first=self._first)
         if piece is None:
             return ""
         self._first = False
+        self._settled = not self._to_strip
         if not self._table.rules.byte_fallback:
             text, self._held = decode_utf8(self._held + piece.data)
         elif piece.is_byte:

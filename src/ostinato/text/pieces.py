@@ -94,13 +94,17 @@ def _read_sentencepiece(steps: list[Mapping[str, Any]]) -> PieceRules | None:
 
 
 class PieceTable:
-    """Pieces of one tokenizer by token id, made when first asked for."""
+    """Pieces of one tokenizer by token id, made when first asked for.
+
+    whole: texts of those that are whole characters by themselves and not special, amid a text.
+    """
 
     def __init__(self, backend: Backend, rules: PieceRules) -> None:
         self.rules = rules
         self._backend = backend
         self._alphabet = _byte_alphabet() if rules.byte_level else {}
         self._pieces: dict[int, Piece | None] = {}
+        self.whole: dict[int, str] = {}
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
@@ -116,8 +120,16 @@ class PieceTable:
         if first:
             return self._make(token_id, first=True)
         if token_id not in self._pieces:
-            self._pieces[token_id] = self._make(token_id, first=False)
+            piece = self._pieces[token_id] = self._make(token_id, first=False)
+            if piece is not None and not piece.is_byte and token_id not in self.special_ids:
+                self._note_whole(token_id, piece)
         return self._pieces[token_id]
+
+    def _note_whole(self, token_id: int, piece: Piece) -> None:
+        try:
+            self.whole[token_id] = piece.data.decode()
+        except UnicodeDecodeError:
+            return  # begins or ends amid a character
 
     def _make(self, token_id: int, *, first: bool) -> Piece | None:
         token = self._backend.id_to_token(token_id)
