@@ -67,8 +67,8 @@ def test_answers_are_those_of_filled_steps(
     going, filled = make_llm(**shape, **options), make_llm(**shape, **options)
     monkeypatch.setattr(filled.engine.worker.decode, "advance", lambda: None)
     for llm in (going, filled):
-        llm.engine.scheduler.ratio.conservativeness = 0.1  # admits more than fits, so that some must go back
-        llm.engine.scheduler.ratio.reset()
+        # Admits more than fits, so that some must go back.
+        llm.engine.scheduler.ratio = NewTokenRatio(0.1)
     for seed in range(6):
         assert _play(going, seed) == _play(filled, seed)
     stats = going.stats()["graph"]["decode"]

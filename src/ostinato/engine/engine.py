@@ -12,7 +12,6 @@ import zlib
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -22,13 +21,13 @@ from ostinato.config import EngineConfig
 from ostinato.engine.choosing import choose
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.launch import launch
-from ostinato.engine.output import OutputStream, as_rows
+from ostinato.engine.live import LiveRequest
+from ostinato.engine.output import OutputStream
 from ostinato.engine.plan import StepPlan
 from ostinato.engine.program import RankProgram
 from ostinato.engine.progress import Report
 from ostinato.engine.request import (
     FinishReason,
-    Logprob,
     Request,
     RequestOutput,
     SamplingParams,
@@ -44,22 +43,6 @@ from ostinato.text.chat import ChatTemplate
 from ostinato.text.grammar import Grammar, Grammars, Matcher
 from ostinato.text.stop import StopSet
 from ostinato.text.tokenizer import Tokenizer, stop_token_ids
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request in the engine: its sequences, and what callers see of them."""
-
-    request: Request
-    sequences: list[Sequence]
-    streams: list[OutputStream]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    cached_told: bool = False
-
-    @property
-    def finished(self) -> bool:
-        """Whether every sequence has ended."""
-        return not [s for s in self.sequences if s.state is not SequenceState.FINISHED]
 
 
 class Engine:
@@ -91,8 +74,8 @@ class Engine:
             self.model_config.eos_token_ids
         )
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.stop_token_ids)
-        self._live: dict[str, _Live] = {}
-        self._touched: dict[str, _Live] = {}  # those with news that nobody has taken
+        self._live: dict[str, LiveRequest] = {}
+        self._touched: dict[str, LiveRequest] = {}  # those with news that nobody has taken
         self._arrivals = count()
         self._names = count()
         self._tokens = {"prompt": 0, "generated": 0}
@@ -148,7 +131,7 @@ class Engine:
         sequences = self._sequences(request, limit, grammar)
         stops = StopSet(params.stop_strings)
         streams = [OutputStream(s.index, params, stops, self.tokenizer, ids) for s in sequences]
-        live = _Live(request, sequences, streams)
+        live = LiveRequest(request, sequences, streams)
         if params.prompt_logprobs is not None:
             live.prompt_logprobs = [None] * len(ids)
         self._live[request.request_id] = live
@@ -301,7 +284,7 @@ class Engine:
         outputs = []
         touched, self._touched = self._touched, {}
         for name, live in touched.items():
-            output = _output(live)
+            output = live.output()
             outputs.append(output)
             if output.finished:
                 del self._live[name]
@@ -311,15 +294,8 @@ class Engine:
         deltas: list[SequenceDelta] = []
         touched, self._touched = self._touched, {}
         for name, live in touched.items():
-            news = [delta for stream in live.streams if (delta := stream.take_delta(name)) is not None]
-            if news and live.prompt_logprobs is not None:
-                news[0].prompt_logprobs = [None if p is None else as_rows(p) for p in live.prompt_logprobs]
-                live.prompt_logprobs = None
-            if news and not live.cached_told:
-                live.cached_told = True
-                news[0].num_cached_tokens = live.sequences[0].num_cached
-            if live.finished:
-                news[-1].done = True
+            news = live.deltas()
+            if news and news[-1].done:
                 del self._live[name]
             deltas += news
         return deltas
@@ -342,7 +318,7 @@ class Engine:
             return None
         self._finish_request(request_id, "abort")
         del self._live[request_id], self._touched[request_id]
-        return _output(live)
+        return live.output()
 
     def _finish_request(self, request_id: str, reason: FinishReason) -> None:
         live = self._live.get(request_id)
@@ -386,18 +362,3 @@ class Engine:
             "prefill_delay": self._parts.prefill_delays(),
             **self.worker.stats(),
         }
-
-
-def _output(live: _Live) -> RequestOutput:
-    finished, request = live.finished, live.request
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt,
-        prompt_token_ids=request.prompt_token_ids,
-        outputs=tuple([stream.take() for stream in live.streams]),
-        finished=finished,
-        prompt_logprobs=tuple(live.prompt_logprobs)
-        if finished and live.prompt_logprobs is not None
-        else None,
-        num_cached_tokens=live.sequences[0].num_cached,
-    )

@@ -111,7 +111,8 @@ class TraceWriter:
             "format": FORMAT,
             "step": step.number,
             "time": time.time(),
-            "shape": asdict(step.shape) | {"mode": step.shape.mode.value},
+            "shape": {f.name: getattr(step.shape, f.name) for f in fields(StepShape) if f.init}
+            | {"mode": step.shape.mode.value},
             "key": spell_key(step.shape.key),
             "outputs": list(step.seen),
             "difference": None if step.difference is None else asdict(step.difference),

@@ -107,6 +107,7 @@ class GraphBufferRegistry(Generic[B]):
         self._view_fields = view_fields
         self._verdict = verdict
         self._advance = advance
+        self.can_advance = advance is not None
         self.writes = 0  # counts everything that may have changed the buffers, but `advance`
         self._slots: dict[str, GraphSlot] = {}
         self._disabled: dict[str, GraphSlot] = {}
@@ -220,11 +221,6 @@ class GraphBufferRegistry(Generic[B]):
         for slot, buffer in self._hooks:
             if slot.post_fill is not None:
                 slot.post_fill(buffer, batch, ctx)
-
-    @property
-    def can_advance(self) -> bool:
-        """Whether `advance` was declared."""
-        return self._advance is not None
 
     def advance(self, view: B, stream: Stream) -> None:
         """Write the next step of the requests that `view` shows, by launches alone: it may be captured."""

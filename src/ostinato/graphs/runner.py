@@ -38,14 +38,19 @@ class _Entry(Generic[T]):
     frozen: FrozenInputs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Served(Generic[B, T]):
-    """The last step, if a graph served it: what `advance` goes on from. `writes`: the registry's, after its fill."""
+    """The last step, if a graph served it: what `advance` goes on from. `writes`: the registry's, after its fill.
+
+    advanced, seconds: steps that went on from it, and what they took; counted in `stats` when somebody looks.
+    """
 
     shape: StepShape
     view: B
     graph: CapturedGraph[T]
     writes: int
+    advanced: int = 0
+    seconds: float = 0.0
 
 
 class GraphRunner(Generic[B, T]):
@@ -77,7 +82,7 @@ class GraphRunner(Generic[B, T]):
     ) -> None:
         self.registry = registry
         self.backend = backend
-        self.stats = GraphStats()
+        self._stats = GraphStats()
         self.capture_on_first_use = capture_on_first_use
         self._fn = fn
         self._prepare = prepare
@@ -89,6 +94,28 @@ class GraphRunner(Generic[B, T]):
         self._advances: dict[GraphKey, CapturedGraph[None]] = {}
         self._served: _Served[B, T] | None = None
         self._quarantined: set[GraphKey] = set()
+
+    @property
+    def stats(self) -> GraphStats:
+        """Accounting of all steps so far."""
+        self._count_advances()
+        return self._stats
+
+    def _count_advances(self) -> None:
+        served = self._served
+        if served is not None and served.advanced:
+            self._stats.count_advances(served.shape, served.advanced, served.seconds)
+            served.advanced, served.seconds = 0, 0.0
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Steps within are no work: `stats` does not hold them."""
+        kept, self._stats = self.stats, GraphStats()
+        try:
+            yield
+        finally:
+            self._count_advances()
+            self._stats = kept
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
@@ -135,6 +162,7 @@ class GraphRunner(Generic[B, T]):
         self._entries.pop(key, None)
         self._advances.pop(key, None)
         if self._served is not None and self._served.shape.key == key:
+            self._count_advances()
             self._served = None
 
     def keep(self, buckets: Buckets) -> None:
@@ -166,7 +194,8 @@ class GraphRunner(Generic[B, T]):
         elif self._capture_advance(key, served.view):
             self._advances[key].replay()
         outputs = served.graph.replay()
-        self.stats.count_step(served.shape, replay_s=perf_counter() - start, advanced=True)
+        served.advanced += 1
+        served.seconds += perf_counter() - start
         return outputs
 
     def _capture_advance(self, key: GraphKey, view: B) -> bool:

@@ -65,23 +65,30 @@ class GraphStats:
         shape: StepShape,
         *,
         replay_s: float | None = None,
-        advanced: bool = False,
         eager_reason: str = "",
     ) -> None:
         """One served step: replayed in `replay_s` seconds, eager for a reason, or captured while it ran."""
-        stats = self.keys.get(shape.key) or self._of(shape.key)
-        raw = shape.raw_num_tokens
-        size = max(shape.num_tokens)
-        self.sizes[size if size <= FINE_SIZES else align_up(size, COARSE)] += 1
-        stats.real_rows += raw
-        stats.pad_rows += shape.padded_num_tokens - raw
+        stats = self._count_rows(shape, 1)
         if replay_s is not None:
             stats.replays += 1
-            stats.advanced += advanced
             self.replay_s += replay_s
         elif eager_reason:
             stats.eager += 1
             self.eager_reasons[eager_reason] = self.eager_reasons.get(eager_reason, 0) + 1
+
+    def count_advances(self, shape: StepShape, steps: int, replay_s: float) -> None:
+        """`steps` steps of one shape, each of which went on from the last one's buffers; `replay_s` seconds in all."""
+        stats = self._count_rows(shape, steps)
+        stats.replays += steps
+        stats.advanced += steps
+        self.replay_s += replay_s
+
+    def _count_rows(self, shape: StepShape, steps: int) -> KeyStats:
+        stats, raw, size = self._of(shape.key), shape.raw_num_tokens, max(shape.num_tokens)
+        self.sizes[size if size <= FINE_SIZES else align_up(size, COARSE)] += steps
+        stats.real_rows += steps * raw
+        stats.pad_rows += steps * (shape.padded_num_tokens - raw)
+        return stats
 
     def _of(self, key: GraphKey) -> KeyStats:
         stats = self.keys.get(key)
