@@ -105,8 +105,13 @@ class EpilogueEmitter:
 
         self.by_kind(kind, one_kind)
 
-    def combine(self, places: Value, weights: Value, slots: Value, results: Value) -> list[Value]:
-        """Sum over the slots of a row, in slot order: weight times the 32 results at its place; -1 is nobody."""
+    def combine(
+        self, places: Value, weights: Value, slots: Value, results: Value, ahead: Value
+    ) -> list[Value]:
+        """Sum over the slots of a row, in slot order: weight times the 32 results at its place; -1 is nobody.
+
+        What lies `ahead` bytes behind these results is asked for.
+        """
         lanes, b = self.lanes, self.lanes.b
 
         def slot(k: Value, sums: list[Value]) -> list[Value]:
@@ -117,6 +122,8 @@ class EpilogueEmitter:
             b.position_at_end(live)
             weight = lanes.splat(lanes.load(lanes.at(weights, lanes.times(k, 4)), F32, 4))
             at = lanes.at(results, lanes.times(place, 128))
+            for j in range(2):
+                lanes.prefetch(lanes.at(at, ahead, 64 * j))
             added = [
                 lanes.fma(lanes.load(lanes.at(at, 64 * j), VF, 64), weight, total)
                 for j, total in enumerate(sums)
@@ -154,15 +161,26 @@ def store_tile(
 
 @intrinsic
 def combine_slots(
-    typing_context: Any, kind: Any, places: Any, weights: Any, slots: Any, results: Any, out: Any, width: Any
+    typing_context: Any,
+    kind: Any,
+    places: Any,
+    weights: Any,
+    slots: Any,
+    results: Any,
+    ahead: Any,
+    out: Any,
+    width: Any,
 ) -> _Signature:
-    """Write 32 columns of one row's MoE output: the weighted sum over its slots (zero where nobody works)."""
+    """Write 32 columns of one row's MoE output: the weighted sum over its slots (zero where nobody works).
+
+    `ahead`: bytes from the results to those that the caller comes for next.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind, places, weights, slots, results, out, width = args
+        kind, places, weights, slots, results, ahead, out, width = args
         lanes = Lanes(builder)
         emitter = EpilogueEmitter(lanes)
-        sums = emitter.combine(places, weights, slots, results)
+        sums = emitter.combine(places, weights, slots, results, ahead)
         masks = [lanes.lanes_below(width), lanes.lanes_below(builder.sub(width, lanes.i64(16)))]
 
         def one_kind(k: int) -> None:
@@ -174,7 +192,7 @@ def combine_slots(
         emitter.by_kind(kind, one_kind, _KINDS[:2])
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7), emit
+    return types.void(*[types.int64] * 8), emit
 
 
 @intrinsic

@@ -71,6 +71,14 @@ def live_rows(rows: int, count: int) -> int:
 
 
 @njit(error_model="numpy")
+def tiles_of(rows: int, tile_rows: int) -> int:
+    """Tiles that `rows` are shared out to evenly. A small one at the end, with too few sums to hide their own latency,
+    would take as long as six rows.
+    """
+    return (rows + tile_rows - 1) // tile_rows
+
+
+@njit(error_model="numpy")
 def panel_group(rows: int, tile_rows: int, panels: int, panel_bytes: int, share: int) -> int:
     """Panels of one task: what stays in L2 for many rows, else enough to be worth a draw; `share` tasks at
     least.
@@ -173,10 +181,12 @@ def gemm_worker(p: int) -> None:
             last = min(first + group, panels)
             row = task % blocks * block_rows
             end = min(row + block_rows, live)
+            tiles = tiles_of(end - row, load_i64(p + 8 * TILE_ROWS))
             while row < end:
-                n = min(load_i64(p + 8 * TILE_ROWS), end - row)
+                n = (end - row + tiles - 1) // tiles
                 _multiply(p, scratch, first, last, row, n)
                 row += n
+                tiles -= 1
             if task % blocks == blocks - 1:
                 _clear_rest(p, first, last)
             task = draw(p, 1, owner, tasks)
@@ -190,8 +200,11 @@ def gemm_entry(p: int) -> None:
         return
     live = live_rows(rows, load_i64(p + 8 * COUNT))
     tile_rows = load_i64(p + 8 * TILE_ROWS)
-    block = tile_rows if live <= tile_rows else tile_rows * TILES_PER_TASK
-    blocks = max((live + block - 1) // block, 1)
+    tiles = max(tiles_of(live, tile_rows), 1)
+    block = (live + tiles - 1) // tiles
+    if tiles > 1:
+        block *= TILES_PER_TASK
+    blocks = (live + block - 1) // block if live > 0 else 1
     share = max(threads * TASKS_PER_THREAD // blocks, 1)
     group = panel_group(live, tile_rows, panels, load_i64(p + 8 * PANEL_BYTES), share)
     store_i64(live, p + 8 * LIVE)

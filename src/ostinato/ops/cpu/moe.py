@@ -13,7 +13,7 @@ zero and are never read; tasks are drawn by experts that have rows, so pads chan
 from __future__ import annotations
 
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED, combine_slots, scale_row, store_tile
-from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_at, panel_group
+from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_at, panel_group, tiles_of
 from ostinato.ops.cpu.intrinsics import call_prepare, call_tile, stack_scratch
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
@@ -30,6 +30,7 @@ from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
 TASKS_PER_THREAD = 16
 COMBINE_PANELS = 8  # panels of one row in a task of phase 4
+COMBINE_AHEAD = 4  # panels that phase 4 asks for its results ahead
 
 (
     TILE,
@@ -244,9 +245,10 @@ def _run_group(p: int, phase: int, scratch: int, expert: int, first: int, last: 
     end = load_i64(load_i64(p + 8 * STARTS) + 8 * expert + 8)
     rows = end - begin
     alone = rows <= load_i64(p + 8 * TILE_ROWS)
-    place = begin
+    place, tiles = begin, tiles_of(rows, load_i64(p + 8 * TILE_ROWS))
     while place < end:
-        n = min(load_i64(p + 8 * TILE_ROWS), end - place)
+        n = (end - place + tiles - 1) // tiles
+        tiles -= 1
         _product_rows(p, phase, place, n, scratch)
         for panel in range(first, last):
             at = panel_at(load_i64(w), load_i64(w + 48), expert * load_i64(w + 16) + panel, panel_bytes)
@@ -299,13 +301,15 @@ def _combine_row(p: int, row: int, first: int, last: int) -> None:
         weights = load_i64(p + 8 * ONES)
     slots = load_i64(p + 8 * SLOTS)
     out = load_i64(p + 8 * OUT) + row * load_i64(p + 8 * OUT_STRIDE)
+    results = load_i64(p + 8 * CAPACITY) * 4 * PANEL  # bytes of a panel's
     for panel in range(first, last):
         combine_slots(
             load_i64(p + 8 * OUT_KIND),
             load_i64(p + 8 * SLOT_PLACE) + 8 * row * slots,
             weights,
             slots,
-            load_i64(p + 8 * RESULTS) + panel * load_i64(p + 8 * CAPACITY) * 4 * PANEL,
+            load_i64(p + 8 * RESULTS) + panel * results,
+            COMBINE_AHEAD * results,
             out + panel * PANEL * load_i64(p + 8 * OUT_BYTES),
             load_i64(p + 8 * HIDDEN_SIZE) - panel * PANEL,
         )
