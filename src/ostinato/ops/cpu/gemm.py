@@ -24,7 +24,7 @@ from ostinato.ops.cpu.launch import (
     run_worker,
     wait_for_team,
 )
-from ostinato.ops.cpu.memory import load_i32, load_i64, store_i64, zero_bytes
+from ostinato.ops.cpu.memory import claim_rows, load_i32, load_i64, store_i64, zero_bytes
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
 L2_BYTES = 256 * 1024  # of panels that many rows pass over
@@ -113,6 +113,9 @@ def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> 
         if not alone and follows and not (first == 0 and row == 0):
             ahead = at + (last - first) * panel_bytes + panel_bytes // live * row
             pace = (STEP_BYTES * n + live - 1) // live
+        out = load_i64(p + 8 * OUT) + row * stride + panel * across * size
+        if size == 4 and not alone:  # twice the lines of bf16, whose stores hold up nothing
+            claim_rows(out, stride, n, across * size // 64)
         call_tile(
             load_i64(p + 8 * TILE),
             scratch,
@@ -129,7 +132,7 @@ def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> 
             n,
             scratch + SUMS,
             load_i64(p + 8 * BIAS) + panel * 4 * PANEL,
-            load_i64(p + 8 * OUT) + row * stride + panel * across * size,
+            out,
             stride,
             load_i64(p + 8 * OUTPUTS) - panel * across,
         )

@@ -231,6 +231,23 @@ def claim_lines(typing_context: Any, address: Any, count: Any) -> _Signature:
 
 
 @intrinsic
+def claim_rows(typing_context: Any, address: Any, stride: Any, count: Any, lines: Any) -> _Signature:
+    """Ask to own the first `lines` cache lines of `count` rows, `stride` bytes apart; see `claim_lines`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = Lanes(builder)
+
+        def row(i: Any) -> None:
+            at = lanes.at(args[0], builder.mul(i, args[1]))
+            lanes.each(args[3], lambda k: lanes.prefetch(lanes.at(at, lanes.times(k, 64)), write=True))
+
+        lanes.each(args[2], row)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
 def call_native(typing_context: Any, function: Any, *values: Any) -> _Signature:
     """Call the C function at address `function` with int64 values."""
     given = values[0] if len(values) == 1 and isinstance(values[0], types.BaseTuple) else values
