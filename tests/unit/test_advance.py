@@ -179,3 +179,43 @@ def test_a_step_is_repeated_unasked_only_where_no_other_group_has_a_say() -> Non
     assert calls == [1]
     assert not coordinator(2).repeats()
     assert calls == [1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.sampled_from(["run 1", "run 3", "advance", "drop", "look", "uncounted", "eager"]), max_size=25
+    )
+)
+def test_every_step_is_counted_once_whatever_follows_it(acts: list[str]) -> None:
+    """Steps that went on are counted late: before another serves, before their graph goes, before anybody looks."""
+    rig = Rig(ReferenceOps(), TapeBackend())
+    rows, replays, advanced, eager, held = 0, 0, 0, 0, 0
+    for act in acts:
+        if act.startswith("run") or act == "eager":
+            n = 3 if act == "run 3" else 1
+            known = rig.runner.captured
+            made = rig.batch([5] * n, [2] * n, list(range(1, n + 1)))
+            shape = decide_shape(made.mode, [n], n, RULES)
+            rig.runner.run(shape, made, reject="asked for" if act == "eager" else "")
+            rows, eager = rows + n, eager + (act == "eager")
+            replays += act != "eager" and shape.key in known
+            held = 0 if act == "eager" else n
+        elif act == "advance":
+            if rig.runner.advance() is not None:
+                rows, replays, advanced = rows + held, replays + 1, advanced + 1
+        elif act == "drop":
+            for key in rig.runner.captured:
+                rig.runner.drop(key)
+        elif act == "look":
+            assert rig.runner.stats.replays == replays
+        else:
+            with rig.runner.uncounted():
+                rig.runner.advance()
+    stats = rig.runner.stats
+    assert (stats.real_rows, stats.replays, stats.advanced, stats.eager_steps) == (
+        rows,
+        replays,
+        advanced,
+        eager,
+    )
