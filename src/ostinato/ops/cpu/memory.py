@@ -158,26 +158,22 @@ def compare_swap(typing_context: Any, address: Any, expected: Any, value: Any) -
     return types.int64(types.int64, types.int64, types.int64), emit
 
 
-@intrinsic
-def prefetch_line(typing_context: Any, address: Any) -> _Signature:
-    """Ask for the cache line at `address`, into the second-level cache."""
+def _prefetcher(keep: Keep) -> Any:
+    @intrinsic
+    def prefetch(typing_context: Any, address: Any) -> _Signature:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            Lanes(builder).prefetch(args[0], keep)
+            return context.get_dummy_value()
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        Lanes(builder).prefetch(args[0], Keep.SECOND)
-        return context.get_dummy_value()
+        return types.void(types.int64), emit
 
-    return types.void(types.int64), emit
+    return prefetch
 
 
-@intrinsic
-def prefetch_once(typing_context: Any, address: Any) -> _Signature:
-    """Ask for the cache line at `address`, which is read once, into the first-level cache alone."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        Lanes(builder).prefetch(args[0], Keep.ONCE)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
+prefetch_line = _prefetcher(Keep.SECOND)
+"""(address): ask for the cache line there, into the second-level cache."""
+prefetch_once = _prefetcher(Keep.ONCE)
+"""(address): ask for the cache line there, which is read once, into the first-level cache alone."""
 
 
 @intrinsic
@@ -216,23 +212,11 @@ def zero_bytes(typing_context: Any, address: Any, size: Any) -> _Signature:
 
 
 @intrinsic
-def claim_lines(typing_context: Any, address: Any, count: Any) -> _Signature:
-    """Ask to own `count` cache lines from `address` on, which will be written whole.
+def claim_rows(typing_context: Any, address: Any, stride: Any, count: Any, lines: Any) -> _Signature:
+    """Ask to own the first `lines` cache lines of `count` rows, `stride` bytes apart, which will be written whole.
 
     A store to a line that lies in memory holds up those behind it until the line is there.
     """
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = Lanes(builder)
-        lanes.each(args[1], lambda i: lanes.prefetch(lanes.at(args[0], lanes.times(i, 64)), write=True))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
-
-
-@intrinsic
-def claim_rows(typing_context: Any, address: Any, stride: Any, count: Any, lines: Any) -> _Signature:
-    """Ask to own the first `lines` cache lines of `count` rows, `stride` bytes apart; see `claim_lines`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = Lanes(builder)

@@ -25,7 +25,7 @@ from ostinato.ops.cpu.launch import (
     run_worker,
     wait_for_team,
 )
-from ostinato.ops.cpu.memory import claim_lines, load_i32, load_i64, store_i64
+from ostinato.ops.cpu.memory import claim_rows, load_i32, load_i64, store_i64
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
 TASKS_PER_THREAD = 16
@@ -255,7 +255,7 @@ def _run_group(p: int, phase: int, scratch: int, expert: int, first: int, last: 
             sums = scratch + SUMS
             if phase != 1:
                 sums = load_i64(p + 8 * RESULTS) + (panel * load_i64(p + 8 * CAPACITY) + place) * 4 * PANEL
-                claim_lines(sums, n * 4 * PANEL // 64)
+                claim_rows(sums, 4 * PANEL, n, 4 * PANEL // 64)
             ahead, pace = at + AHEAD, STEP_BYTES
             if not alone:
                 ahead = at + (last - first) * panel_bytes + panel_bytes // rows * (place - begin)
