@@ -50,7 +50,10 @@ TEXT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`batch` prompts of `context` tokens; `steps` timed decode steps, or none to time `prefills` prompts instead."""
+    """`batch` prompts of `context` tokens; `steps` timed decode steps, or none to time `prefills` prompts instead.
+
+    warmup: steps, or prompts, before those that are timed: the first ones after others had their turn are slower.
+    """
 
     name: str
     batch: int
@@ -65,7 +68,7 @@ CASES = (
     Case("decode b1, context 512", 1, 512, 64),
     Case("decode b8", 8, 32, 48),
     Case("decode b32", 32, 32, 32),
-    Case("prefill 512", 1, 512, 0, prefills=2),
+    Case("prefill 512", 1, 512, 0, prefills=2, warmup=1),
 )
 
 
@@ -183,13 +186,14 @@ class Race:
         """New ones every turn, the same for all engines: nothing is found in a prefix cache."""
         draw = random.Random(f"{case.name} {number}")
         vocabulary = range(3, self.model.config["vocab_size"])
-        return [draw.choices(vocabulary, k=case.context) for _ in range(case.prefills or case.batch)]
+        count = case.warmup + case.prefills if case.prefills else case.batch
+        return [draw.choices(vocabulary, k=case.context) for _ in range(count)]
 
     def _measure(self, contestant: Contestant, case: Case, prompts: list[list[int]]) -> tuple[float, float]:
         runner = self.runners[contestant.process]
         if case.prefills:
             answer = runner.ask("prefill", prompts=prompts, mode=contestant.mode)
-            return sum(map(len, prompts)) / sum(answer.value), answer.others
+            return case.prefills * case.context / sum(answer.value[case.warmup :]), answer.others
         answer = runner.ask(
             "decode", prompts=prompts, warmup=case.warmup, steps=case.steps, mode=contestant.mode
         )
