@@ -136,7 +136,8 @@ def write_summary(directory: Path) -> Path:
 
 _INTRODUCTION = """Written by `python bench/compare.py`. Tokens a second, medians over alternated turns; ratios are of
 ostinato to a peer (the best of its modes) within a turn: median (least–most). A turn counts when nobody else used the
-machine during it. The share of the limit is of the least time that reading the weights and the KV cache once, or the
+machine during it. Steps, and a prompt, before the timed ones warm up (races before 2026-11-30 11:04 timed the first
+prompt too). The share of the limit is of the least time that reading the weights and the KV cache once, or the
 multiply-adds, could take by the bandwidth and the peak measured in the same turn: of plain bf16 weights (which lossless
 coding may pass), and of the bytes that ostinato's weights take in memory. That bandwidth is beside them, least–most:
 memory has more than one state, and peers that multiply slowly lose less in the slow one. ostinato runs through its
@@ -150,7 +151,9 @@ _SHARES = ("share of the limit", "as stored")
 def _title(record: Mapping[str, Any]) -> str:
     least = record.get("memory_from", 0.0)
     rule = f", memory at {least:.0f} GB/s or more" if least else ""
-    return f"{record['model']}, {record['precision']}{rule}"
+    peers = dict.fromkeys(c["peer"] for c in record["contestants"] if c["peer"] != "ostinato")
+    beside = ", ".join(NAMES[peer] for peer in peers)
+    return f"{record['model']}, {record['precision']}, beside {beside}{rule}"
 
 
 def section(record: Mapping[str, Any]) -> str:

@@ -333,15 +333,13 @@ class Scheduler:
             known = sequence.prompt_len + len(sequence.output_token_ids)
             growing = growing or known > len(sequence.pages) * page
             rows.append(ScheduledSequence(sequence, known - 1, 1, False))
-        if growing:
-            if self._make_room():
-                rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
-            else:
-                self.ratio.decay()
-            for row in rows:
-                self.kv.grow(row.sequence, row.start + 1)
+        if growing and self._make_room():
+            rows = [row for row in rows if row.sequence.state is SequenceState.RUNNING]
         else:
             self.ratio.decay()
+        if growing:
+            for row in rows:
+                self.kv.grow(row.sequence, row.start + 1)
         return rows
 
     def _make_room(self) -> bool:
