@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,11 @@ if not torch.cuda.is_available():
 
 # Tiny shapes gain nothing from a second thread, and pools that spin on shared cores slow each other down.
 torch.set_num_threads(1)
+
+
+def pytest_configure() -> None:
+    """A shell lets what it starts in the background ignore Ctrl-C, and tests of it would fail there."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
