@@ -114,19 +114,27 @@ def _share(record: Mapping[str, Any], turn: Mapping[str, Any], own: str, stored:
 
 
 def write_race(record: Mapping[str, Any], directory: Path) -> None:
-    """A race's JSON, in place of an older one of the same model, precision and rule about memory."""
+    """A race's JSON, in place of an older one of the same model, precision, peers and rule about memory."""
     directory.mkdir(parents=True, exist_ok=True)
     least = record.get("memory_from", 0.0)
-    rule = f"-from-{least:.0f}" if least else ""
-    path = directory / f"{record['model']}-{record['precision']}{rule}.json"
+    rule = [f"from-{least:.0f}"] if least else []
+    name = "-".join([record["model"], record["precision"], *rule, *_peers(record)])
+    path = directory / f"{name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _peers(record: Mapping[str, Any]) -> list[str]:
+    """Who took part beside ostinato; a peer's modes are one."""
+    return list(dict.fromkeys(c["peer"] for c in record["contestants"] if c["peer"] != "ostinato"))
 
 
 def write_summary(directory: Path) -> Path:
     """The table (returned) and the plot of all races in a directory."""
     found = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     records = [record for record in found if "precision" in record]  # other measurements lie there too
-    records.sort(key=lambda r: (_ORDER.index(r["model"]), r["precision"], -r.get("memory_from", 0.0)))
+    records.sort(
+        key=lambda r: (_ORDER.index(r["model"]), r["precision"], -r.get("memory_from", 0.0), -len(_peers(r)))
+    )
     table = directory / "compare.md"
     (directory / "compare.svg").write_text(plot(records), encoding="utf-8")
     parts = ["# ostinato beside other engines\n", _INTRODUCTION, "![Speeds of all engines](compare.svg)\n"]
@@ -151,8 +159,7 @@ _SHARES = ("share of the limit", "as stored")
 def _title(record: Mapping[str, Any]) -> str:
     least = record.get("memory_from", 0.0)
     rule = f", memory at {least:.0f} GB/s or more" if least else ""
-    peers = dict.fromkeys(c["peer"] for c in record["contestants"] if c["peer"] != "ostinato")
-    beside = ", ".join(NAMES[peer] for peer in peers)
+    beside = ", ".join(NAMES[peer] for peer in _peers(record))
     return f"{record['model']}, {record['precision']}, beside {beside}{rule}"
 
 

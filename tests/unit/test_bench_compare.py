@@ -146,16 +146,24 @@ def test_table_and_plot(bench: Any, record: dict[str, Any], tmp_path: Path) -> N
     ElementTree.fromstring((tmp_path / "compare.svg").read_text())
 
 
-def test_a_race_with_a_rule_about_memory_stands_beside_one_without(
+def test_races_with_a_rule_about_memory_or_other_peers_stand_beside_each_other(
     bench: Any, record: dict[str, Any], tmp_path: Path
 ) -> None:
     report = bench("report")
-    report.write_race(record, tmp_path)
-    report.write_race(record | {"memory_from": 60.0}, tmp_path)
+    own, mode, *_ = record["contestants"]
+    for other in (
+        record,
+        record | {"memory_from": 60.0},
+        record | {"contestants": [own, mode | {"peer": "llamacpp"}]},
+        record | {"date": "later"},  # takes the place of the first
+    ):
+        report.write_race(other, tmp_path)
     found = report.write_summary(tmp_path).read_text().splitlines()
     titles = [line for line in found if line.startswith("## ")]
     plain = "## tiny, bf16, beside transformers"
-    assert titles == [f"{plain}, memory at 60 GB/s or more", plain]
+    assert sorted(titles) == sorted(
+        [f"{plain}, memory at 60 GB/s or more", plain, "## tiny, bf16, beside llama.cpp"]
+    )
 
 
 def test_a_case_without_turns_shows_none(bench: Any, record: dict[str, Any]) -> None:
