@@ -41,11 +41,28 @@ def kernel_object(ir: str, symbol: str, name: str) -> bytes:
     Calls that would raise an exception become traps, so the code needs neither Numba nor Python.
     """
     machine = target_machine()
-    module = binding.parse_assembly(ir)
+    module = binding.parse_assembly(ir.replace("{ noinline }", "{ alwaysinline }"))  # of the call of the body
     module.get_function(symbol).name = name
     module.link_in(binding.parse_assembly(_traps(module)))
+    _inline_body(module, name, machine)
     module.verify()
     return emit_object(module, machine)
+
+
+def _inline_body(module: Any, name: str, machine: Any) -> None:
+    """Put the body of a kernel into `name`, the function that C calls, and keep nothing else.
+
+    Numba leaves a call between them, which copies the arguments on the stack, two at a time, and so waits until the
+    writes of each have left the core: the start of a matrix tile would wait for the end of the one before.
+    """
+    for function in module.functions:
+        if not function.is_declaration and function.name != name:
+            function.linkage = "internal"
+    passes = binding.create_new_module_pass_manager()
+    passes.add_always_inliner_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, binding.create_pass_builder(machine, binding.create_pipeline_tuning_options()))
 
 
 def _traps(module: Any) -> str:
