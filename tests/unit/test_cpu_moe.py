@@ -13,10 +13,13 @@ from ostinato.errors import ConfigError
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
 from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.launch import Runtime, open_runtime
+from ostinato.ops.cpu.moe import TURNS
 from ostinato.ops.cpu.packing import Packer
 from ostinato.ops.cpu.scratch import Scratch
+from ostinato.ops.cpu.tiles import PANEL
 
 ISAS = [AVX512_BF16, PORTABLE]
+THREADS = 2
 # Hidden rows are rounded to the model's dtype between the products; sums are in fp32.
 TOLERANCES = {torch.bfloat16: 6e-3, torch.float32: 2e-6}
 
@@ -24,7 +27,7 @@ TOLERANCES = {torch.bfloat16: 6e-3, torch.float32: 2e-6}
 @functools.cache
 def runtime(isa: str) -> Runtime:
     try:
-        return open_runtime(isa=isa)
+        return open_runtime(isa=isa, num_threads=THREADS)
     except ConfigError as error:
         pytest.skip(str(error))
 
@@ -94,6 +97,7 @@ def exact(case: Case, on_input: bool) -> torch.Tensor:
         (3, 48, 80, 60, 2),
         (2, 2048, 17, 9, 1),
         (33, 40, 24, 5, 8),
+        (2, 2 * THREADS * TURNS * PANEL + 1, 24, 72, 2),  # rows enough to go panel by panel
     ],
 )
 def test_experts(
@@ -118,6 +122,22 @@ def test_experts(
     rounded = torch.empty(rows, hidden, dtype=torch.bfloat16)
     kernel(case.x, case.weights, case.ids, case.packed(isa), on_input, rounded)
     assert torch.equal(rounded, out.bfloat16())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [16, 72, 8192])
+def test_bits_do_not_depend_on_the_rows_beside(isa: str, dtype: torch.dtype, rows: int) -> None:
+    """Experts with one tile of rows, with several (which go panel by panel), and with more than stay near a core."""
+    hidden = THREADS * TURNS * PANEL
+    case = make(3, hidden, 24, rows, 2, dtype)
+    packed, kernel = case.packed(isa), MoeExperts(runtime(isa), Scratch())
+    whole, alone = torch.full((rows, hidden), 7.0), torch.empty(4, hidden)
+    kernel(case.x, case.weights, case.ids, packed, False, whole)
+    for first in (0, rows // 2 - 1, rows - 4):
+        some = slice(first, first + 4)
+        kernel(case.x[some], case.weights[some], case.ids[some], packed, False, alone)
+        assert torch.equal(alone, whole[some])
 
 
 @pytest.mark.parametrize("live", [0, 1, 6, 20])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.ops.cpu import moe
+from ostinato.ops.cpu import moe, moe_rows
 from ostinato.ops.cpu.epilogue import FP32_OUT
 from ostinato.ops.cpu.launch import UNKNOWN, Launch, LaunchCache, Runtime
 from ostinato.ops.cpu.linear import activation_dtype, check_rows, stride_bytes
@@ -129,28 +129,28 @@ class MoeExperts:
         assert isinstance(experts, ExpertWeights), "experts packed by another op set"
         _check(x, topk_weights, topk_ids, experts, out, live)
         fields = {
-            moe.VALUE_BYTES: x.element_size(),
-            moe.X: x.data_ptr(),
-            moe.X_STRIDE: stride_bytes(x),
-            moe.ROWS: x.shape[0],
-            moe.COUNT: 0 if live is None else live.data_ptr(),
-            moe.IDS: topk_ids.data_ptr(),
-            moe.IDS_STRIDE: stride_bytes(topk_ids),
-            moe.WEIGHTS: topk_weights.data_ptr(),
-            moe.WEIGHTS_STRIDE: stride_bytes(topk_weights),
-            moe.SLOTS: topk_ids.shape[1],
-            moe.ON_INPUT: int(weights_on_input),
-            moe.OUT: out.data_ptr(),
-            moe.OUT_STRIDE: stride_bytes(out),
-            moe.OUT_BYTES: out.element_size(),
-            moe.OUT_KIND: FP32_OUT if out.dtype == torch.float32 else 0,
+            moe_rows.VALUE_BYTES: x.element_size(),
+            moe_rows.X: x.data_ptr(),
+            moe_rows.X_STRIDE: stride_bytes(x),
+            moe_rows.ROWS: x.shape[0],
+            moe_rows.COUNT: 0 if live is None else live.data_ptr(),
+            moe_rows.IDS: topk_ids.data_ptr(),
+            moe_rows.IDS_STRIDE: stride_bytes(topk_ids),
+            moe_rows.WEIGHTS: topk_weights.data_ptr(),
+            moe_rows.WEIGHTS_STRIDE: stride_bytes(topk_weights),
+            moe_rows.SLOTS: topk_ids.shape[1],
+            moe_rows.ON_INPUT: int(weights_on_input),
+            moe_rows.OUT: out.data_ptr(),
+            moe_rows.OUT_STRIDE: stride_bytes(out),
+            moe_rows.OUT_BYTES: out.element_size(),
+            moe_rows.OUT_KIND: FP32_OUT if out.dtype == torch.float32 else 0,
         }
         fields |= self._expert_fields(experts)
         scratch, kept = self._scratch_fields(x, topk_ids.shape[1], experts)
         rows, buffers = self._row_fields(x, topk_ids.shape[1], experts, weights_on_input)
         fields |= scratch | rows
         owned = (*kept, *buffers, experts)
-        launch = self._runtime.launch(moe.moe_entry, moe.moe_worker, fields, moe.NUM_FIELDS, owned)
+        launch = self._runtime.launch(moe.moe_entry, moe.moe_worker, fields, moe_rows.NUM_FIELDS, owned)
         launch.streamed = UNKNOWN  # which experts is known when the rows are routed
         return launch
 
@@ -158,13 +158,13 @@ class MoeExperts:
         runtime = self._runtime
         tile = tile_function(experts.dtype, runtime.isa, coded=experts.down.coded)
         return {
-            moe.TILE: runtime.compiler.address(tile, TILE_ARGUMENTS),
-            moe.TILE_ROWS: runtime.isa.tile_rows,
-            moe.EXPERTS: experts.num_experts,
-            moe.HIDDEN_SIZE: experts.hidden_size,
-            moe.INTERMEDIATE: experts.intermediate_size,
-            **_matrix_fields(moe.GATE_UP, experts.gate_up),
-            **_matrix_fields(moe.DOWN, experts.down),
+            moe_rows.TILE: runtime.compiler.address(tile, TILE_ARGUMENTS),
+            moe_rows.TILE_ROWS: runtime.isa.tile_rows,
+            moe_rows.EXPERTS: experts.num_experts,
+            moe_rows.HIDDEN_SIZE: experts.hidden_size,
+            moe_rows.INTERMEDIATE: experts.intermediate_size,
+            **_matrix_fields(moe_rows.GATE_UP, experts.gate_up),
+            **_matrix_fields(moe_rows.DOWN, experts.down),
         }
 
     def _scratch_fields(
@@ -176,29 +176,29 @@ class MoeExperts:
         down_stride = spread_stride(experts.down.row_bytes)
         quantise = row_function(experts.dtype, x.dtype, hidden_stride, capacity)
         sizes = {
-            moe.STARTS: 8 * (experts.num_experts + 1),
-            moe.ACTIVE: 8 * experts.num_experts,
-            moe.PLACE_ROW: 8 * capacity,
-            moe.PLACE_SLOT: 8 * capacity,
-            moe.SLOT_PLACE: 8 * capacity,
-            moe.HIDDEN: capacity * hidden_stride,
-            moe.RESULTS: capacity * experts.down.num_panels * 4 * PANEL,
-            moe.DOWN_ROWS: 0 if quantise is None else capacity * down_stride,
+            moe_rows.STARTS: 8 * (experts.num_experts + 1),
+            moe_rows.ACTIVE: 8 * experts.num_experts,
+            moe_rows.PLACE_ROW: 8 * capacity,
+            moe_rows.PLACE_SLOT: 8 * capacity,
+            moe_rows.SLOT_PLACE: 8 * capacity,
+            moe_rows.HIDDEN: capacity * hidden_stride,
+            moe_rows.RESULTS: capacity * experts.down.num_panels * 4 * PANEL,
+            moe_rows.DOWN_ROWS: 0 if quantise is None else capacity * down_stride,
         }
         buffers = {field: self._scratch.take(f"moe.{field}", n) for field, n in sizes.items()}
         ones, zeros = torch.ones(slots), torch.zeros(PANEL)
         fields = {field: buffer.data_ptr() for field, buffer in buffers.items()}
         fields |= {
-            moe.HIDDEN_STRIDE: hidden_stride,
-            moe.DOWN_STRIDE: down_stride,
-            moe.CAPACITY: capacity,
-            moe.ONES: ones.data_ptr(),
-            moe.ZEROS: zeros.data_ptr(),
+            moe_rows.HIDDEN_STRIDE: hidden_stride,
+            moe_rows.DOWN_STRIDE: down_stride,
+            moe_rows.CAPACITY: capacity,
+            moe_rows.ONES: ones.data_ptr(),
+            moe_rows.ZEROS: zeros.data_ptr(),
         }
         if quantise is None:
-            fields |= {moe.DOWN_ROWS: fields[moe.HIDDEN], moe.DOWN_STRIDE: hidden_stride}
+            fields |= {moe_rows.DOWN_ROWS: fields[moe_rows.HIDDEN], moe_rows.DOWN_STRIDE: hidden_stride}
         else:
-            fields[moe.PREPARE_HIDDEN] = self._runtime.compiler.address(quantise, PREPARE_ARGUMENTS)
+            fields[moe_rows.PREPARE_HIDDEN] = self._runtime.compiler.address(quantise, PREPARE_ARGUMENTS)
         return fields, (*buffers.values(), ones, zeros)
 
     def _row_fields(
@@ -206,24 +206,24 @@ class MoeExperts:
     ) -> tuple[dict[int, int], tuple[torch.Tensor, ...]]:
         """What gate and up read: x, x times weights by place, or what is prepared of either."""
         places = len(x) * slots if on_input else len(x)
-        fields = {moe.PRODUCT_ROWS: x.data_ptr(), moe.PRODUCT_STRIDE: stride_bytes(x)}
+        fields = {moe_rows.PRODUCT_ROWS: x.data_ptr(), moe_rows.PRODUCT_STRIDE: stride_bytes(x)}
         buffers = []
         if on_input:
             stride = spread_stride(experts.hidden_size * x.element_size())
             scaled = self._scratch.take("moe.scaled", places * stride)
-            fields |= {moe.SCALED: scaled.data_ptr(), moe.SCALED_STRIDE: stride}
-            fields |= {moe.PRODUCT_ROWS: scaled.data_ptr(), moe.PRODUCT_STRIDE: stride}
+            fields |= {moe_rows.SCALED: scaled.data_ptr(), moe_rows.SCALED_STRIDE: stride}
+            fields |= {moe_rows.PRODUCT_ROWS: scaled.data_ptr(), moe_rows.PRODUCT_STRIDE: stride}
             buffers.append(scaled)
-        prepare = row_function(experts.dtype, x.dtype, fields[moe.PRODUCT_STRIDE], places)
+        prepare = row_function(experts.dtype, x.dtype, fields[moe_rows.PRODUCT_STRIDE], places)
         if prepare is not None:
             stride = spread_stride(experts.gate_up.row_bytes)
             prepared = self._scratch.take("moe.prepared", places * stride)
             fields |= {
-                moe.PREPARE: self._runtime.compiler.address(prepare, PREPARE_ARGUMENTS),
-                moe.PREPARED: prepared.data_ptr(),
-                moe.PREPARED_STRIDE: stride,
-                moe.PRODUCT_ROWS: prepared.data_ptr(),
-                moe.PRODUCT_STRIDE: stride,
+                moe_rows.PREPARE: self._runtime.compiler.address(prepare, PREPARE_ARGUMENTS),
+                moe_rows.PREPARED: prepared.data_ptr(),
+                moe_rows.PREPARED_STRIDE: stride,
+                moe_rows.PRODUCT_ROWS: prepared.data_ptr(),
+                moe_rows.PRODUCT_STRIDE: stride,
             }
             buffers.append(prepared)
         return fields, tuple(buffers)

@@ -27,7 +27,7 @@ from ostinato.ops.cpu.launch import (
 from ostinato.ops.cpu.memory import claim_rows, load_i32, load_i64, store_i64, zero_bytes
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
-L2_BYTES = 256 * 1024  # of panels that many rows pass over
+L2_BYTES = 128 * 1024  # of panels that many rows pass over
 STREAM_BYTES = 64 * 1024  # of panels in a task of few rows
 AHEAD = 6144  # bytes that a streamed panel is asked for ahead of use
 TILES_PER_TASK = 4
