@@ -116,18 +116,28 @@ def _softmax(lanes: Lanes, kind: Kind, args: list[Value], ask: Ask) -> None:
     scale = lanes.splat(lanes.load(factor, F32, 4))
 
     def rows(is_masked: bool) -> None:
-        def row(r: Value) -> None:
-            seen: tuple[Value, Value] | None = None
-            if is_masked:
-                pair = lanes.at(bounds, lanes.times(r, 16))
-                first, last = (b.sub(lanes.load(lanes.at(pair, k), I64, 8), start) for k in (0, 8))
-                seen = (lanes.splat(b.trunc(first, I32)), lanes.splat(b.trunc(last, I32)))
-            at = lanes.at(scores, lanes.times(r, SCORE_BYTES))
-            to = lanes.at(probs, lanes.times(r, SCORE_BYTES))
-            here = lanes.at(state, lanes.times(r, STATE_BYTES))
-            _softmax_row(lanes, kind, at, to, here, low, high, seen, scale, partial(ask, r))
+        def seen_by(r: Value) -> tuple[Value, Value] | None:
+            if not is_masked:
+                return None
+            pair = lanes.at(bounds, lanes.times(r, 16))
+            first, last = (b.sub(lanes.load(lanes.at(pair, k), I64, 8), start) for k in (0, 8))
+            return lanes.splat(b.trunc(first, I32)), lanes.splat(b.trunc(last, I32))
 
-        lanes.each(n, row)
+        def maximum(r: Value) -> None:
+            at, here = (
+                lanes.at(scores, lanes.times(r, SCORE_BYTES)),
+                lanes.at(state, lanes.times(r, STATE_BYTES)),
+            )
+            _raise_maximum(lanes, at, here, low, high, seen_by(r), scale)
+
+        def probabilities(r: Value) -> None:
+            at, to = (lanes.at(place, lanes.times(r, SCORE_BYTES)) for place in (scores, probs))
+            here = lanes.at(state, lanes.times(r, STATE_BYTES))
+            _exponentials(lanes, kind, at, to, here, low, high, seen_by(r), scale, partial(ask, r))
+
+        # Maxima first: each is a chain of waits, in which others' go on; behind a row's exponentials they could not.
+        lanes.each(n, maximum)
+        lanes.each(n, probabilities)
 
     with b.if_else(b.icmp_signed("!=", masked, lanes.i64(0))) as (then, otherwise):
         with then:
@@ -136,7 +146,43 @@ def _softmax(lanes: Lanes, kind: Kind, args: list[Value], ask: Ask) -> None:
             rows(False)
 
 
-def _softmax_row(
+def _visible(lanes: Lanes, page: Value, seen: tuple[Value, Value] | None) -> Value | None:
+    """Which lanes of a page are in the visible range relative to the block (None: all of them)."""
+    if seen is None:
+        return None
+    b = lanes.b
+    index = b.add(lanes.splat(b.trunc(lanes.times(page, PAGE), I32)), lanes.lane_numbers())
+    return b.and_(b.icmp_signed(">=", index, seen[0]), b.icmp_signed("<", index, seen[1]))
+
+
+def _raise_maximum(
+    lanes: Lanes,
+    scores: Value,
+    state: Value,
+    low: Value,
+    high: Value,
+    seen: tuple[Value, Value] | None,
+    scale: Value,
+) -> None:
+    """One row's maximum over a block, and the factor by which it rescales what came before, to its state."""
+    b = lanes.b
+
+    def peak(i: Value, carried: list[Value]) -> list[Value]:
+        page = b.add(low, i)
+        value = lanes.load(lanes.at(scores, lanes.times(page, 64)))
+        mask = _visible(lanes, page, seen)
+        if mask is not None:
+            value = b.select(mask, value, lanes.floats(LOWEST))
+        return [lanes.max(carried[0], value)]
+
+    (highest,) = lanes.loop(b.sub(high, low), [lanes.floats(LOWEST)], peak)
+    before = lanes.load(state)
+    maximum = lanes.max(before, b.fmul(lanes.max_lanes(highest), scale))
+    lanes.store(maximum, state)
+    lanes.store(lanes.exp2(b.fsub(before, maximum)), lanes.at(state, 128))
+
+
+def _exponentials(
     lanes: Lanes,
     kind: Kind,
     scores: Value,
@@ -148,47 +194,24 @@ def _softmax_row(
     scale: Value,
     ask: Callable[[Value], None],
 ) -> None:
-    """One row of `softmax_rows`; `seen` is the visible range relative to the block (None: all of it)."""
+    """One row's probabilities over a block, from the maximum in its state, and their sums there."""
     b = lanes.b
-    count = b.sub(high, low)
-
-    def visible(page: Value) -> Value | None:
-        if seen is None:
-            return None
-        base = lanes.splat(b.trunc(lanes.times(page, PAGE), I32))
-        index = b.add(base, lanes.lane_numbers())
-        return b.and_(b.icmp_signed(">=", index, seen[0]), b.icmp_signed("<", index, seen[1]))
-
-    def peak(i: Value, carried: list[Value]) -> list[Value]:
-        page = b.add(low, i)
-        value = lanes.load(lanes.at(scores, lanes.times(page, 64)))
-        mask = visible(page)
-        if mask is not None:
-            value = b.select(mask, value, lanes.floats(LOWEST))
-        return [lanes.max(carried[0], value)]
-
-    (highest,) = lanes.loop(count, [lanes.floats(LOWEST)], peak)
-    before = lanes.load(state)
-    maximum = lanes.max(before, b.fmul(lanes.max_lanes(highest), scale))
-    minus = b.fneg(maximum)
+    minus = b.fneg(lanes.load(state))
 
     def exponential(i: Value, carried: list[Value]) -> list[Value]:
         page = b.add(low, i)
         ask(i)
         value = lanes.load(lanes.at(scores, lanes.times(page, 64)))
         value = lanes.exp2(lanes.fma(value, scale, minus))
-        mask = visible(page)
+        mask = _visible(lanes, page, seen)
         if mask is not None:
             value = b.select(mask, value, lanes.floats(0.0))
         kind.store(lanes, value, lanes.at(probs, lanes.times(page, PAGE * kind.value_bytes)))
         return [b.fadd(carried[0], value)]
 
-    rescale = lanes.exp2(b.fsub(before, maximum))
-    total = b.fmul(lanes.load(lanes.at(state, 64)), rescale)
-    (total,) = lanes.loop(count, [total], exponential)
-    lanes.store(maximum, state)
+    total = b.fmul(lanes.load(lanes.at(state, 64)), lanes.load(lanes.at(state, 128)))
+    (total,) = lanes.loop(b.sub(high, low), [total], exponential)
     lanes.store(total, lanes.at(state, 64))
-    lanes.store(rescale, lanes.at(state, 128))
 
 
 class _Mix(NamedTuple):
