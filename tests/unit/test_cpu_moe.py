@@ -14,6 +14,7 @@ from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
 from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.launch import Runtime, open_runtime
 from ostinato.ops.cpu.moe import TURNS
+from ostinato.ops.cpu.moe_rows import BY_PANEL
 from ostinato.ops.cpu.packing import Packer
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.tiles import PANEL
@@ -126,14 +127,18 @@ def test_experts(
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [16, 72, 8192])
-def test_bits_do_not_depend_on_the_rows_beside(isa: str, dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "by_panel"), [(16, 0), (72, 1), (8192, 0)])
+def test_bits_do_not_depend_on_the_rows_beside(
+    isa: str, dtype: torch.dtype, rows: int, by_panel: int
+) -> None:
     """Experts with one tile of rows, with several (which go panel by panel), and with more than stay near a core."""
     hidden = THREADS * TURNS * PANEL
     case = make(3, hidden, 24, rows, 2, dtype)
     packed, kernel = case.packed(isa), MoeExperts(runtime(isa), Scratch())
     whole, alone = torch.full((rows, hidden), 7.0), torch.empty(4, hidden)
-    kernel(case.x, case.weights, case.ids, packed, False, whole)
+    launch = kernel.bind(case.x, case.weights, case.ids, packed, False, whole)
+    launch()
+    assert int(launch.block[BY_PANEL]) == by_panel
     for first in (0, rows // 2 - 1, rows - 4):
         some = slice(first, first + 4)
         kernel(case.x[some], case.weights[some], case.ids[some], packed, False, alone)
