@@ -73,9 +73,9 @@ def test_a_second_start_imports_nothing_slow(second_start: tuple[dict[str, Any],
 
 
 def listed(quantization: str | None) -> set[str]:
-    jobs = kernel_jobs(
-        select_isa(), torch.bfloat16, mixture=True, quantized=quantization is not None, coded=True
-    )
+    isa = select_isa()
+    quantized = quantization is not None
+    jobs = kernel_jobs(isa, torch.bfloat16, mixture=True, quantized=quantized, coded=isa.byte_tables)
     return {job.name for job in jobs}
 
 
