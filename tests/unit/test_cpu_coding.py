@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +15,37 @@ from safetensors.torch import save_file
 from ostinato.errors import ConfigError
 from ostinato.models.loader import BLOCK_BYTES, WeightSource
 from ostinato.models.weights import Cut, Part, StoredWeight
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, select_isa
+from ostinato.ops.cpu.coding import VB, codes_by_16, codes_by_64
+from ostinato.ops.cpu.compile import Compiler
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE, select_isa
+from ostinato.ops.cpu.lane_kinds import Float32, Kind
 from ostinato.ops.cpu.linear import LinearWeights
+from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
 from ostinato.ops.cpu.opset import NumbaOps, open_numba_ops
 from ostinato.ops.cpu.packing import Panels
+from ostinato.ops.cpu.vector_ir import Lanes, Value, host_has
 
 PATTERNS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
 SHAPES = [(1, 1), (2, 3), (31, 4), (33, 7), (70, 129), (64, 258), (150, 533)]
 
 
+OpSets = Callable[[str], NumbaOps]  # by weight coding
+
+
 @functools.cache
-def opset(coding: str) -> NumbaOps:
+def ops_of(isa: str, coding: str) -> NumbaOps:
     try:
-        ops = open_numba_ops(isa=AVX512_BF16, weight_coding=coding)
+        ops = open_numba_ops(isa=isa, weight_coding=coding)
     except ConfigError as error:
         pytest.skip(str(error))
     if coding == "auto" and not ops.codes_weights:
         pytest.skip("this CPU cannot decode weights as it multiplies")
     return ops
+
+
+@pytest.fixture(params=[AVX512_BF16, AVX2])
+def opset(request: pytest.FixtureRequest) -> OpSets:
+    return functools.partial(ops_of, request.param)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -53,37 +69,39 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-def rows_of(packed: LinearWeights) -> torch.Tensor:
+def rows_of(ops: NumbaOps, packed: LinearWeights) -> torch.Tensor:
     """The weight [N, K], read back row by row."""
     panels = packed.panels
     out = torch.empty(panels.rows, panels.columns, dtype=torch.bfloat16)
-    opset("auto").embedding(torch.arange(panels.rows), packed, out)
+    ops.embedding(torch.arange(panels.rows), packed, out)
     return out
 
 
 @pytest.mark.parametrize("make", [draw, rare, any_bits])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_bit_comes_back(make: functools.partial[torch.Tensor], shape: tuple[int, int]) -> None:
+def test_every_bit_comes_back(
+    opset: OpSets, make: functools.partial[torch.Tensor], shape: tuple[int, int]
+) -> None:
     weight = make(*shape, seed=shape[1])
     packed = opset("auto").pack_linear(weight)
     assert packed.panels.coded
-    assert torch.equal(bits(rows_of(packed)), bits(weight))
+    assert torch.equal(bits(rows_of(opset("auto"), packed)), bits(weight))
 
 
-def test_all_patterns_come_back() -> None:
+def test_all_patterns_come_back(opset: OpSets) -> None:
     """In an order in which tables cover nothing, and sorted, where they cover everything."""
     shuffled = PATTERNS[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(1))]
+    ops = opset("auto")
     for values in (shuffled, PATTERNS):
         weight = values.view(torch.bfloat16).view(256, 256)
-        assert torch.equal(bits(rows_of(opset("auto").pack_linear(weight))), bits(weight))
-    assert torch.equal(bits(weight), bits(rows_of(opset("auto").pack_linear(weight))))
+        assert torch.equal(bits(rows_of(ops, ops.pack_linear(weight))), bits(weight))
 
 
 @pytest.mark.parametrize("make", [draw, rare])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(2, 3), (34, 7), (70, 129), (150, 534)])
 def test_products_have_the_bits_of_plain_weights(
-    make: functools.partial[torch.Tensor], gated: bool, shape: tuple[int, int]
+    opset: OpSets, make: functools.partial[torch.Tensor], gated: bool, shape: tuple[int, int]
 ) -> None:
     """For every number of rows in a tile, and for more than one tile."""
     weight = make(*shape, seed=3)
@@ -105,7 +123,7 @@ def test_products_have_the_bits_of_plain_weights(
 
 
 @pytest.mark.parametrize("on_input", [False, True])
-def test_experts_have_the_bits_of_plain_weights(on_input: bool) -> None:
+def test_experts_have_the_bits_of_plain_weights(opset: OpSets, on_input: bool) -> None:
     gate_up, down = rare(5, 98, 66, seed=1), rare(5, 66, 49, seed=2)
     gate_up[1] = any_bits(98, 66).nan_to_num(1, 1, 1)  # panels that gain nothing among those that do
     plain, coded = (opset(coding).pack_experts(gate_up, down) for coding in ("plain", "auto"))
@@ -119,7 +137,27 @@ def test_experts_have_the_bits_of_plain_weights(on_input: bool) -> None:
         assert torch.equal(*map(bits, outs))
 
 
-def test_what_it_gains() -> None:
+def test_codes_are_looked_up_alike_whatever_the_cpu_looks_up_at_once(tmp_path: Path) -> None:
+    """All 256 high bytes, in a table of any codes."""
+    ways = [*[codes_by_16] * host_has("avx2"), *[codes_by_64] * host_has("avx512vbmi")]
+    plan, high = (torch.randperm(256, generator=torch.Generator().manual_seed(i)).byte() for i in (1, 2))
+    for way in ways:
+
+        def emit(lanes: Lanes, kind: Kind, args: list[Value], way: Any = way) -> None:
+            table, source, target = args
+            lanes.store(way(lanes, table, lanes.load(source, VB, 1)), target, 1)
+
+        library = NativeLibrary(
+            way.__name__, {"codes": NativeFunction(3, emit)}, Float32(), Compiler(tmp_path)
+        )
+        look_up = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(library.addresses["codes"])
+        out = torch.empty(256, dtype=torch.uint8)
+        for i in range(0, 256, 64):
+            look_up(plan.data_ptr(), high[i:].data_ptr(), out[i:].data_ptr())
+        assert torch.equal(out, plan[high.long()])
+
+
+def test_what_it_gains(opset: OpSets) -> None:
     """Gaussian weights take little more than 12 bits; weights of any bits take their own size and a line a panel."""
     size = 2 * 96 * 2048
     assert 0.75 * size < opset("auto").pack_linear(draw(96, 2048)).panels.nbytes < 0.77 * size
@@ -137,7 +175,7 @@ def same(one: Panels, other: Panels) -> None:
     assert torch.equal(one.words, other.words)
 
 
-def test_coded_by_blocks_is_coded_whole(tmp_path: Path) -> None:
+def test_coded_by_blocks_is_coded_whole(opset: OpSets, tmp_path: Path) -> None:
     """In blocks of the file, parts in any order; and experts, one of them twice."""
     wide = BLOCK_BYTES // 2 // 64
     weight, experts = draw(100, wide), rare(3, 40, 34)
@@ -163,7 +201,7 @@ def test_coded_by_blocks_is_coded_whole(tmp_path: Path) -> None:
     assert torch.equal(*outs)
 
 
-def test_what_stays_plain() -> None:
+def test_what_stays_plain(opset: OpSets) -> None:
     """fp32, the portable path, machines without byte tables, experts that move, and int8; the head of int8 does not."""
     ops, weight = opset("auto"), draw(40, 24)
     assert not ops.pack_linear(weight.float()).panels.coded

@@ -15,6 +15,7 @@ from llvmlite import binding
 from ostinato.ops.cpu import isa, lane_kinds, native
 from ostinato.ops.cpu.jit import compile_to_ir
 from ostinato.ops.cpu.kernel_list import _KINDS, LIBRARIES, KernelJob, kernel_jobs
+from ostinato.ops.cpu.tiles import TILE_ARGUMENTS
 
 ARM, X86 = "aarch64-unknown-linux-gnu", "x86_64-unknown-linux-gnu"
 LIBRARY_CALLS = {"log", "memcpy", "memset"}
@@ -94,6 +95,23 @@ def test_portable_kernels_need_nothing_special(triple: str, cpu: str, request: p
         assert "zmm" not in text, name
         if name == "tiles.tile_fp32":
             assert re.search(r"\bfmla\b" if triple == ARM else r"\bvfmadd\w+ps\b.*ymm", text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "narrow_tiles.tile_bf16_avx2",
+        "narrow_tiles.tile_fp32_avx2",
+        "narrow_coded.tile_coded_avx2",
+        "narrow_int8.tile_int8_avx2",
+    ],
+)
+def test_tiles_for_avx2_need_no_more(name: str) -> None:
+    """Eight lanes a register, and no call."""
+    text = assembly(KernelJob(name, TILE_ARGUMENTS), X86, machine_for(X86, "x86-64-v3"))
+    assert not outside(text)
+    assert "ymm" in text
+    assert "zmm" not in text
 
 
 def test_threads_meet_in_order_on_arm() -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, select_isa
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE, select_isa
 from ostinato.ops.cpu.launch import Runtime, open_runtime
 from ostinato.ops.cpu.linear import Linear, LinearWeights
 from ostinato.ops.cpu.packing import Packer, Panels, empty_panels, pack_bias
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.threads import open_pool, torch_openmp_library
 
-ISAS = [AVX512_BF16, PORTABLE]
+ISAS = [AVX512_BF16, AVX2, PORTABLE]
 # Sums of K products in fp32 differ from the exact ones by a few units in the last place of the largest partial sum;
 # an output in bf16 is rounded once more, by at most 2**-8 of itself.
 FP32_TOLERANCE = 2e-6
@@ -204,6 +204,11 @@ def test_instruction_sets() -> None:
     assert select_isa(features=full).name == AVX512_BF16
     assert select_isa(features={**full, "avx512bf16": False}).name == PORTABLE
     assert select_isa(features={}).tile_rows < select_isa(features=full).tile_rows
+    assert select_isa(features={"avx2": True, "fma": True}).name == AVX2
+    assert select_isa(features={"avx2": True}).name == PORTABLE
+    assert select_isa(features={**full, "avx2": True, "fma": True, "avx512bf16": False}).name == PORTABLE
+    with pytest.raises(ConfigError, match="needs fma, which this CPU lacks; use 'portable'"):
+        select_isa(AVX2, {"avx2": True})
     with pytest.raises(ConfigError, match="avx512bf16"):
         select_isa(AVX512_BF16, {**full, "avx512bf16": False})
     with pytest.raises(ConfigError, match="unknown"):

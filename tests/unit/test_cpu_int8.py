@@ -13,10 +13,10 @@ from torch.nn.functional import silu
 
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.int8 import GROUP
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.opset import NumbaOps, open_numba_ops
 
-ISAS = [AVX512_BF16, PORTABLE]
+ISAS = [AVX512_BF16, AVX2, PORTABLE]
 DTYPES = [torch.bfloat16, torch.float32]
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.launch import Runtime, open_runtime
 from ostinato.ops.cpu.moe import TURNS
 from ostinato.ops.cpu.moe_rows import BY_PANEL
@@ -19,7 +19,7 @@ from ostinato.ops.cpu.packing import Packer
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.tiles import PANEL
 
-ISAS = [AVX512_BF16, PORTABLE]
+ISAS = [AVX512_BF16, AVX2, PORTABLE]
 THREADS = 2
 # Hidden rows are rounded to the model's dtype between the products; sums are in fp32.
 TOLERANCES = {torch.bfloat16: 6e-3, torch.float32: 2e-6}

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.opset import NumbaOps, open_numba_ops
 from ostinato.ops.opset import OpSet
 from ostinato.ops.reference import ReferenceOps
 
-ISAS = [AVX512_BF16, PORTABLE]
+ISAS = [AVX512_BF16, AVX2, PORTABLE]
 DTYPES = [torch.bfloat16, torch.float32]
 # Both sides compute in fp32 and round once: they differ by the polynomial of exp (2 ulp) at most, or by one bf16 step
 # where that tips a rounding.

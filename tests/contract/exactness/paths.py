@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ostinato.errors import ConfigError
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, select_isa
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE, select_isa
 
 DEMO = "demo"
 FAMILIES = (
@@ -69,10 +69,13 @@ class NumericPath:
 
 PATHS = (
     NumericPath("numba", AVX512_BF16, "bfloat16"),
+    NumericPath("numba", AVX2, "bfloat16"),
     NumericPath("numba", PORTABLE, "bfloat16"),
     NumericPath("numba", AVX512_BF16, "float32"),
+    NumericPath("numba", AVX2, "float32"),
     NumericPath("numba", PORTABLE, "float32"),
     NumericPath("numba", AVX512_BF16, "bfloat16", "int8"),
+    NumericPath("numba", AVX2, "bfloat16", "int8"),
     NumericPath("numba", PORTABLE, "bfloat16", "int8"),
     NumericPath("numba", AVX512_BF16, "bfloat16", weight_coding="plain"),
     NumericPath("reference", "auto", "bfloat16"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.ops.cpu.isa import AVX512_BF16, select_isa
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, select_isa
 
 from .paths import DEMO, NumericPath, subject
 from .score import ensemble
@@ -17,11 +17,13 @@ from .stage import Setting, Stage
 TAPE = Setting(graph="tape", chunk_pages=2)
 
 
+@pytest.mark.parametrize("isa", [AVX512_BF16, AVX2])
 @pytest.mark.parametrize("name", [DEMO, "llama_tied", "qwen2_moe"])
-def test_as_with_plain_weights(name: str, checkpoint: Callable[[str], Path]) -> None:
-    if not select_isa().byte_tables:
+def test_as_with_plain_weights(name: str, isa: str, checkpoint: Callable[[str], Path]) -> None:
+    coded = NumericPath("numba", isa, "bfloat16")
+    coded.skip_where_missing()
+    if not select_isa(isa).byte_tables:
         pytest.skip("this CPU cannot decode weights as it multiplies")
-    coded = NumericPath("numba", AVX512_BF16, "bfloat16")
     theirs = Stage(subject(name, replace(coded, weight_coding="plain"), checkpoint))
     ours = Stage(subject(name, coded, checkpoint))
     parts = ensemble(theirs.vocab, 5)

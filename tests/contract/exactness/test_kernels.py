@@ -14,13 +14,13 @@ import torch
 
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
-from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.launch import Runtime, open_runtime
 from ostinato.ops.cpu.linear import Linear, LinearWeights
 from ostinato.ops.cpu.packing import Packer, pack_bias
 from ostinato.ops.cpu.scratch import Scratch
 
-ISAS = [AVX512_BF16, PORTABLE]
+ISAS = [AVX512_BF16, AVX2, PORTABLE]
 DTYPES = [torch.bfloat16, torch.float32]
 ROWS = 37
 EXPERTS, HIDDEN, INNER, SLOTS = 5, 66, 49, 3
@@ -128,3 +128,10 @@ def test_paths_differ_only_by_rounding() -> None:
     x, _, whole = product(PORTABLE, torch.bfloat16, False)
     other = product(AVX512_BF16, torch.bfloat16, False)[2]
     assert float((whole - other).abs().max()) < 2e-6 * x.shape[1] ** 0.5 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_narrow_registers_change_no_bit(dtype: torch.dtype, gated: bool) -> None:
+    """Tiles for registers of 256 bits give the bits of the portable ones."""
+    assert torch.equal(product(AVX2, dtype, gated)[2], product(PORTABLE, dtype, gated)[2])

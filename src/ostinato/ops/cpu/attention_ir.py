@@ -10,11 +10,11 @@ probabilities (one a lane), 16 copies of the factor by which the last block's ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from ostinato.ops.cpu.lane_kinds import Kind, tile_shape
+from ostinato.ops.cpu.lane_kinds import Kind, is_narrow, tile_shape
 from ostinato.ops.cpu.vector_ir import F32, I32, I64, LANES, VI, Keep, Lanes, Value
 
 PAGE = 16  # positions of one KV block in memory: the lanes of a vector of scores
@@ -46,8 +46,9 @@ def score_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
                 for j in columns:
                     lanes.prefetch(lanes.at(next_keys[j], across), Keep.SECOND)
             loaded = [lanes.load(lanes.at(keys[j], across), VI) for j in columns]
-            words_of_rows = [lanes.load(lanes.at(query, along), I32) for query in queries]
-            return multiply(lanes, kind, totals, loaded, words_of_rows)
+            return multiply(
+                lanes, kind, totals, loaded, lambda m: lanes.load(lanes.at(queries[m], along), I32)
+            )
 
         sums = lanes.loop(words, [lanes.floats(0.0)] * (count * len(columns)), step)
         for m in range(count):
@@ -65,14 +66,22 @@ def score_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
 
 
 def multiply(
-    lanes: Lanes, kind: Kind, totals: list[Value], vectors: list[Value], words: Sequence[Value]
+    lanes: Lanes, kind: Kind, totals: list[Value], vectors: list[Value], word: Callable[[int], Value]
 ) -> list[Value]:
     """One step of an outer product: totals[row][vector] += vector * word of the row."""
-    result = []
-    for m, word in enumerate(words):
-        value = lanes.splat(word)
-        for j, vector in enumerate(vectors):
-            result.append(kind.dot(lanes, totals[m * len(vectors) + j], vector, value))
+    product, across, narrow = kind.product, len(vectors), is_narrow()
+    rows = range(len(totals) // across)
+    words = [] if narrow else [word(m) for m in rows]
+    result = list(totals)
+    for part in range(product.parts):
+        columns = [product.panel(lanes, vector, part) for vector in vectors]
+        for m in rows:
+            if narrow:
+                lanes.barrier()
+            value = product.row(lanes, word(m) if narrow else words[m], part)
+            for j, column in enumerate(columns):
+                i = m * across + j
+                result[i] = product.add(lanes, result[i], column, value)
     return result
 
 
@@ -291,9 +300,7 @@ def _mix_tile(
             if tail is not None:
                 loaded.append(lanes.load_masked(places[-1], tail, VI))
             along = lanes.at(lanes.times(page, words * 4), lanes.times(word, 4))
-            return multiply(
-                lanes, kind, sums, loaded, [lanes.load(lanes.at(line, along), I32) for line in lines]
-            )
+            return multiply(lanes, kind, sums, loaded, lambda m: lanes.load(lanes.at(lines[m], along), I32))
 
         return lanes.loop(lanes.i64(words), sums, over_words)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ostinato.ops.cpu.attention_ir import PAGE, SCORE_BYTES, STATE_BYTES, multiply
-from ostinato.ops.cpu.lane_kinds import Kind
-from ostinato.ops.cpu.vector_ir import I32, I64, VI, Keep, Lanes, Value
+from ostinato.ops.cpu.lane_kinds import Kind, vectors_beside
+from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VI, Keep, Lanes, Value
 
 STREAM_ROWS = 6  # most rows of a KV head whose pages are streamed
 _AHEAD = 2  # parts of pages (of one head) that a stream is asked for ahead of use
@@ -76,7 +76,7 @@ def score_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
             lanes.prefetch(lanes.at(following, across), Keep.ONCE)
             loaded = [lanes.load(lanes.at(part, across), VI)]
             return multiply(
-                lanes, kind, totals, loaded, [lanes.load(lanes.at(query, along), I32) for query in queries]
+                lanes, kind, totals, loaded, lambda m: lanes.load(lanes.at(queries[m], along), I32)
             )
 
         sums = lanes.loop(words, [lanes.floats(0.0)] * count, step)
@@ -103,6 +103,12 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
         lines = [lanes.at(probs, lanes.times(row, SCORE_BYTES), lanes.times(page, 4 * words)) for row in rows]
 
         def columns(vectors: int, column: Value, tail: Value | None) -> None:
+            most = vectors_beside(count)
+            for j in range(0, vectors, most):
+                wide = min(most, vectors - j)
+                mix(wide, lanes.at(column, LANES * j), tail if j + wide == vectors else None)
+
+        def mix(vectors: int, column: Value, tail: Value | None) -> None:
             offset, v_stride = lanes.times(column, 4), lanes.times(dim, 4)
             sums_at = [lanes.at(acc, b.mul(row, acc_stride), offset) for row in rows]
             sums = [
@@ -121,7 +127,7 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
                     loaded.append(lanes.load_masked(places[-1], tail, VI))
                 along = lanes.times(word, 4)
                 return multiply(
-                    lanes, kind, sums, loaded, [lanes.load(lanes.at(line, along), I32) for line in lines]
+                    lanes, kind, sums, loaded, lambda m: lanes.load(lanes.at(lines[m], along), I32)
                 )
 
             sums = lanes.loop(lanes.i64(words), sums, step)

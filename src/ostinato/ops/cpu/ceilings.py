@@ -6,13 +6,15 @@ compared. Invariant: every byte is loaded and every multiply-add is part of a re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ostinato.ops.cpu.int8 import dot_portable, dot_vnni
+from ostinato.ops.cpu.compile import Kernel
 from ostinato.ops.cpu.intrinsics import stack_scratch
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE
 from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.launch import (
     COUNTER,
@@ -27,17 +29,26 @@ from ostinato.ops.cpu.launch import (
     run_worker,
 )
 from ostinato.ops.cpu.memory import fetch_add, load_i64
-from ostinato.ops.cpu.tiles import bf16_dot, bf16_portable, fp32_step
-from ostinato.ops.cpu.vector_ir import I32, VF, VI, Keep, Lanes, Value
+from ostinato.ops.cpu.narrow_tiles import NARROW
+from ostinato.ops.cpu.narrow_tiles import SUMS as NARROW_SUMS
+from ostinato.ops.cpu.products import (
+    Bf16Dot,
+    Bf16Fma,
+    Bf16Narrow,
+    Fp32Fma,
+    Int8Dot,
+    Int8Multiply,
+    Int8Narrow,
+    Product,
+)
+from ostinato.ops.cpu.vector_ir import I32, LANES, VI, Keep, Lanes, Value
 
 CHUNK_BYTES = 256 * 1024
 _LINES = 8  # cache lines read per step
 _AHEAD = 4096
-_SUMS = 24  # independent accumulators
+_SUMS: Mapping[int, int] = MappingProxyType({LANES: 24, NARROW: NARROW_SUMS})  # accumulators, by their lanes
 STEPS = 4096  # per task of the arithmetic kernels
 ADDRESS, NUM_FIELDS = FIRST_FIELD, FIRST_FIELD + 1
-
-Body = Callable[[Lanes, Value, Value, Value], Value]
 
 
 @intrinsic
@@ -61,20 +72,24 @@ def _read_chunk(typing_context: Any, address: Any, out: Any) -> tuple[Any, Any]:
     return types.void(types.int64, types.int64), emit
 
 
-def _arithmetic(body: Body, *, integer: bool = False) -> Any:
+def _arithmetic(product: Product, size: int = LANES, *, integer: bool = False) -> Any:
     @intrinsic
     def multiply_add(typing_context: Any, source: Any, out: Any) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            lanes = Lanes(builder)
+            lanes = Lanes(builder, size)
             zero = lanes.ints(0) if integer else lanes.floats(0.0)
-            panel, word = lanes.load(args[0], VI, 64), lanes.load(args[0], I32, 4)
+            words, word = lanes.load(args[0], lanes.vi, 4 * size), lanes.load(args[0], I32, 4)
+            parts = range(product.parts)
+            factors = [(product.panel(lanes, words, i), product.row(lanes, word, i)) for i in parts]
 
             def step(k: Value, sums: list[Value]) -> list[Value]:
-                return [body(lanes, total, panel, word) for total in sums]
+                for panel, row in factors:
+                    sums = [product.add(lanes, total, panel, row) for total in sums]
+                return sums
 
-            sums = lanes.loop(lanes.i64(STEPS), [zero] * _SUMS, step)
+            sums = lanes.loop(lanes.i64(STEPS), [zero] * _SUMS[size], step)
             for i, total in enumerate(sums):
-                lanes.store(total, lanes.at(args[1], 64 * (i % 24)), 64)
+                lanes.store(total, lanes.at(args[1], 4 * size * i), 4 * size)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64), emit
@@ -82,11 +97,14 @@ def _arithmetic(body: Body, *, integer: bool = False) -> Any:
     return multiply_add
 
 
-_bf16_dot = _arithmetic(bf16_dot)
-_bf16_portable = _arithmetic(bf16_portable)
-_fp32 = _arithmetic(fp32_step)
-_int8_dot = _arithmetic(dot_vnni, integer=True)
-_int8_portable = _arithmetic(dot_portable, integer=True)
+_bf16_dot = _arithmetic(Bf16Dot())
+_bf16_avx2 = _arithmetic(Bf16Narrow(), NARROW)
+_bf16_portable = _arithmetic(Bf16Fma())
+_fp32 = _arithmetic(Fp32Fma())
+_fp32_avx2 = _arithmetic(Fp32Fma(), NARROW)
+_int8_dot = _arithmetic(Int8Dot(), integer=True)
+_int8_avx2 = _arithmetic(Int8Narrow(), NARROW, integer=True)
+_int8_portable = _arithmetic(Int8Multiply(), integer=True)
 
 
 def read_worker(p: int) -> None:
@@ -110,6 +128,15 @@ def bf16_dot_worker(p: int) -> None:
         task = fetch_add(load_i64(p + 8 * COUNTER), 1)
 
 
+def bf16_avx2_worker(p: int) -> None:
+    """Multiply-adds of bf16 values by fp32 arithmetic in registers of 256 bits."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _bf16_avx2(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
 def bf16_portable_worker(p: int) -> None:
     """Multiply-adds of bf16 values by fp32 arithmetic."""
     scratch = stack_scratch()
@@ -128,12 +155,30 @@ def fp32_worker(p: int) -> None:
         task = fetch_add(load_i64(p + 8 * COUNTER), 1)
 
 
+def fp32_avx2_worker(p: int) -> None:
+    """fp32 multiply-adds in registers of 256 bits."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _fp32_avx2(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
 def int8_dot_worker(p: int) -> None:
     """Multiply-adds by int8 dot products."""
     scratch = stack_scratch()
     task = fetch_add(load_i64(p + 8 * COUNTER), 1)
     while task < load_i64(p + 8 * TASKS):
         _int8_dot(load_i64(p + 8 * ADDRESS), scratch)
+        task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+def int8_avx2_worker(p: int) -> None:
+    """Multiply-adds of int8 values by products of 16-bit integers."""
+    scratch = stack_scratch()
+    task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+    while task < load_i64(p + 8 * TASKS):
+        _int8_avx2(load_i64(p + 8 * ADDRESS), scratch)
         task = fetch_add(load_i64(p + 8 * COUNTER), 1)
 
 
@@ -144,6 +189,21 @@ def int8_portable_worker(p: int) -> None:
     while task < load_i64(p + 8 * TASKS):
         _int8_portable(load_i64(p + 8 * ADDRESS), scratch)
         task = fetch_add(load_i64(p + 8 * COUNTER), 1)
+
+
+_WORKERS: Mapping[torch.dtype, tuple[Mapping[str, Kernel], int]] = MappingProxyType(
+    {
+        torch.float32: ({AVX512_BF16: fp32_worker, AVX2: fp32_avx2_worker, PORTABLE: fp32_worker}, 2),
+        torch.bfloat16: (
+            {AVX512_BF16: bf16_dot_worker, AVX2: bf16_avx2_worker, PORTABLE: bf16_portable_worker},
+            4,
+        ),
+        torch.int8: (
+            {AVX512_BF16: int8_dot_worker, AVX2: int8_avx2_worker, PORTABLE: int8_portable_worker},
+            8,
+        ),
+    }
+)  # and the operations that a lane does with a word
 
 
 def ceiling_entry(p: int) -> None:
@@ -162,14 +222,9 @@ def read_ceiling(runtime: Runtime, buffer: torch.Tensor) -> tuple[Launch, int]:
 
 def arithmetic_ceiling(runtime: Runtime, dtype: torch.dtype, tasks: int = 64) -> tuple[Launch, int]:
     """A launch of multiply-adds in registers as tiles of `dtype` do them, and their number of operations."""
-    if dtype == torch.float32:
-        worker, per_lane = fp32_worker, 2
-    elif dtype == torch.int8:
-        worker, per_lane = (int8_dot_worker if runtime.isa.dot_products else int8_portable_worker), 8
-    elif runtime.isa.dot_products:
-        worker, per_lane = bf16_dot_worker, 4
-    else:
-        worker, per_lane = bf16_portable_worker, 4
+    workers, per_lane = _WORKERS[dtype]
+    worker = workers[runtime.isa.name]
+    size = NARROW if runtime.isa.name == AVX2 else LANES
     source = torch.zeros(32)
     launch = runtime.launch(
         ceiling_entry,
@@ -178,4 +233,4 @@ def arithmetic_ceiling(runtime: Runtime, dtype: torch.dtype, tasks: int = 64) ->
         NUM_FIELDS,
         (source,),
     )
-    return launch, tasks * STEPS * _SUMS * VF.count * per_lane
+    return launch, tasks * STEPS * _SUMS[size] * size * per_lane

@@ -26,7 +26,8 @@ from ostinato.ops.cpu.coding import (
     VW,
 )
 from ostinato.ops.cpu.isa import AVX512_BF16
-from ostinato.ops.cpu.tiles import STEP_BYTES, VECTORS, TileEmitter, bf16_dot, tile_intrinsic
+from ostinato.ops.cpu.products import Bf16Dot
+from ostinato.ops.cpu.tiles import STEP_BYTES, VECTORS, TileEmitter, tile_intrinsic
 from ostinato.ops.cpu.vector_ir import I8, I16, I32, I64, VI, Lanes, Value
 
 _TABLE = ir.VectorType(I8, TABLE_SIZE)
@@ -201,7 +202,7 @@ def copy_coded_row(lanes: Lanes, panel: Value, place: Value, out: Value, steps: 
     lanes.each(odd, lambda _: store(lanes.load(lanes.at(end, column), I16, 2), steps))
 
 
-_emit_coded = tile_intrinsic(CodedTileEmitter, bf16_dot, AVX512_BF16)
+_emit_coded = tile_intrinsic(CodedTileEmitter, Bf16Dot(), AVX512_BF16)
 
 
 def tile_coded(

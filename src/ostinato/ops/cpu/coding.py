@@ -33,8 +33,8 @@ from ostinato.ops.cpu.memory import (
     store_i64,
     zero_bytes,
 )
-from ostinato.ops.cpu.tiles import STEP_BYTES, VECTORS
-from ostinato.ops.cpu.vector_ir import I8, I16, I32, I64, Lanes, Value
+from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
+from ostinato.ops.cpu.vector_ir import I8, I16, I32, I64, LANES, Lanes, Value, host_has
 
 HEADER_BYTES = 64
 TABLE_SIZE = 16
@@ -67,14 +67,19 @@ def half_bytes(odd: int) -> ir.Constant:
     order = [
         64 * vector + 16 * quarter + 2 * i + odd
         for quarter in range(4)
-        for vector in range(VECTORS)
+        for vector in range(PANEL // LANES)
         for i in range(8)
     ]
     return ir.Constant(ir.VectorType(I32, 64), order)
 
 
 def _codes(lanes: Lanes, plan: Value, high: Value) -> Value:
-    """Codes of 64 high bytes: a table of 256 in two halves, chosen between by the highest bit."""
+    """Codes of 64 high bytes: looked up in a table of 256."""
+    return codes_by_64(lanes, plan, high) if host_has("avx512vbmi") else codes_by_16(lanes, plan, high)
+
+
+def codes_by_64(lanes: Lanes, plan: Value, high: Value) -> Value:
+    """The table in two halves, chosen between by the highest bit."""
     tables = [lanes.load(lanes.at(plan, 64 * i), VB, 64) for i in range(4)]
     found = [
         lanes.call("llvm.x86.avx512.vpermi2var.qi.512", VB, tables[2 * i], high, tables[2 * i + 1])
@@ -82,6 +87,31 @@ def _codes(lanes: Lanes, plan: Value, high: Value) -> Value:
     ]
     negative = lanes.b.icmp_signed("<", high, ir.Constant(VB, [0] * 64))
     return lanes.b.select(negative, found[1], found[0])
+
+
+def codes_by_16(lanes: Lanes, plan: Value, high: Value) -> Value:
+    """The table in 16 parts, chosen between by the upper half of a byte (AVX2 looks up 16 bytes at a time)."""
+    b, half = lanes.b, ir.VectorType(I8, 32)
+
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(half, [value] * 32)
+
+    part = ir.VectorType(I8, 16)
+    twice = ir.Constant(ir.VectorType(I32, 32), [*range(16)] * 2)
+    found = []
+    for side in range(2):
+        order = ir.Constant(ir.VectorType(I32, 32), [*range(32 * side, 32 * side + 32)])
+        mine = b.shuffle_vector(high, ir.Constant(VB, ir.Undefined), order)
+        lower, upper = b.and_(mine, every(0x0F)), b.and_(mine, every(0xF0))
+        codes = every(0)
+        for i in range(16):
+            table = b.shuffle_vector(
+                lanes.load(lanes.at(plan, 16 * i), part), ir.Constant(part, ir.Undefined), twice
+            )
+            seen = lanes.call("llvm.x86.avx2.pshuf.b", half, table, lower)
+            codes = b.select(b.icmp_signed("==", upper, every(16 * i)), seen, codes)
+        found.append(codes)
+    return b.shuffle_vector(*found, ir.Constant(ir.VectorType(I32, 64), [*range(64)]))
 
 
 @intrinsic
@@ -93,7 +123,10 @@ def code_group(typing_context: Any, source: Any, plan: Any, target: Any) -> tupl
         lanes, b = Lanes(builder), builder
         codes = []
         for step in range(GROUP_STEPS):
-            words = [lanes.load(lanes.at(source, STEP_BYTES * step + 64 * v), VB, 64) for v in range(VECTORS)]
+            words = [
+                lanes.load(lanes.at(source, STEP_BYTES * step + 64 * v), VB, 64)
+                for v in range(PANEL // LANES)
+            ]
             low, high = (b.shuffle_vector(*words, half_bytes(odd)) for odd in (0, 1))
             lanes.store(low, lanes.at(target, 64 + 64 * step), 64)
             codes.append(_codes(lanes, plan, high))

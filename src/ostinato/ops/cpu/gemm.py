@@ -32,7 +32,7 @@ STREAM_BYTES = 64 * 1024  # of panels in a task of few rows
 AHEAD = 6144  # bytes that a streamed panel is asked for ahead of use
 TILES_PER_TASK = 4
 TASKS_PER_THREAD = 8
-SUMS = 128  # offset of the sums in a worker's scratch, behind the row addresses
+SUMS = 256  # offset of the sums in a worker's scratch, behind the row addresses
 
 (
     TILE,  # address of the tile function

@@ -46,21 +46,6 @@ def quantise_weight(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([padded.view(torch.int32), scale.view(torch.int32)], dim=1)
 
 
-def dot_vnni(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
-    """vpdpbusd: four products of a byte of the panel and one of the row, added exactly."""
-    return lanes.call("llvm.x86.avx512.vpdpbusd.512", VI, total, panel, lanes.splat(word))
-
-
-def dot_portable(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
-    """The same sum by integer multiply-adds."""
-    b = lanes.b
-    for byte in range(4):
-        weight = b.and_(b.lshr(panel, lanes.ints(8 * byte)), lanes.ints(255))
-        value = b.ashr(b.shl(word, ir.Constant(I32, 24 - 8 * byte)), ir.Constant(I32, 24))
-        total = b.add(total, b.mul(weight, lanes.splat(value)))
-    return total
-
-
 def _quantise_group(lanes: Lanes, values: list[Value], target: Value, trailer: Value) -> None:
     """Bytes of a group at `target`, scale and offset at `trailer`; `values` are its vectors of 16.
 

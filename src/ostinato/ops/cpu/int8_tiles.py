@@ -9,8 +9,9 @@ fp32 operations on every path, whatever the number of rows in the tile.
 
 from __future__ import annotations
 
-from ostinato.ops.cpu.int8 import GROUP, GROUP_BYTES, dot_portable, dot_vnni
+from ostinato.ops.cpu.int8 import GROUP, GROUP_BYTES
 from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE
+from ostinato.ops.cpu.products import Int8Dot, Int8Multiply
 from ostinato.ops.cpu.tiles import STEP_BYTES, VECTORS, TileEmitter, tile_intrinsic
 from ostinato.ops.cpu.vector_ir import F32, I32, VF, Value
 
@@ -64,8 +65,8 @@ class Int8TileEmitter(TileEmitter):
             lanes.store(b.fmul(lanes.load(place, VF, 64), scales[i % VECTORS]), place, 64)
 
 
-_emit_dot = tile_intrinsic(Int8TileEmitter, dot_vnni, AVX512_BF16)
-_emit_portable = tile_intrinsic(Int8TileEmitter, dot_portable, PORTABLE)
+_emit_dot = tile_intrinsic(Int8TileEmitter, Int8Dot(), AVX512_BF16)
+_emit_portable = tile_intrinsic(Int8TileEmitter, Int8Multiply(), PORTABLE)
 
 
 def tile_int8_dot(

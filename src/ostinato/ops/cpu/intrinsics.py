@@ -14,7 +14,7 @@ from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import I8, I32, I64, POINTER
 
 _Signature = tuple[Any, Any]
-SCRATCH_BYTES = 2048
+SCRATCH_BYTES = 3584
 
 
 def _call(builder: Any, address: Any, *args: Any) -> None:

@@ -15,7 +15,8 @@ from llvmlite import ir
 
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.isa import Isa
-from ostinato.ops.cpu.vector_ir import LANES, VB16, VB32, VF, VH, VI, Lanes, Value, host_has
+from ostinato.ops.cpu.products import Bf16Dot, Bf16Fma, Bf16Narrow, Fp32Fma, Product
+from ostinato.ops.cpu.vector_ir import LANES, VB16, VF, VH, VI, Lanes, Value, host_has
 
 
 class Kind(Protocol):
@@ -27,8 +28,9 @@ class Kind(Protocol):
     @property
     def value_bytes(self) -> int: ...
 
-    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
-        """total + the product of two words in every lane (words as i32 lanes)."""
+    @property
+    def product(self) -> Product:
+        """How words are multiplied."""
         ...
 
     def store(self, lanes: Lanes, values: Value, address: Value, mask: Value | None = None) -> None:
@@ -62,8 +64,9 @@ class Float32:
     name = "fp32"
     value_bytes = 4
 
-    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
-        return lanes.fma(lanes.b.bitcast(a, VF), lanes.b.bitcast(b, VF), total)
+    @property
+    def product(self) -> Product:
+        return Fp32Fma()
 
     def store(self, lanes: Lanes, values: Value, address: Value, mask: Value | None = None) -> None:
         if mask is None:
@@ -100,14 +103,9 @@ class PairedBFloat16:
     name = "bf16"
     value_bytes = 2
 
-    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
-        builder, high = lanes.b, lanes.ints(0xFFFF0000)
-        for half in (
-            lambda words: builder.shl(words, lanes.ints(16)),
-            lambda words: builder.and_(words, high),
-        ):
-            total = lanes.fma(builder.bitcast(half(a), VF), builder.bitcast(half(b), VF), total)
-        return total
+    @property
+    def product(self) -> Product:
+        return Bf16Narrow() if is_narrow() else Bf16Fma()
 
     def store(self, lanes: Lanes, values: Value, address: Value, mask: Value | None = None) -> None:
         halves = self.narrow(lanes, values)
@@ -147,9 +145,9 @@ class DottedBFloat16(PairedBFloat16):
 
     name = "bf16_dot"
 
-    def dot(self, lanes: Lanes, total: Value, a: Value, b: Value) -> Value:
-        cast = lanes.b.bitcast
-        return lanes.call("llvm.x86.avx512bf16.dpbf16ps.512", VF, total, cast(a, VB32), cast(b, VB32))
+    @property
+    def product(self) -> Product:
+        return Bf16Dot()
 
     def narrow(self, lanes: Lanes, values: Value) -> Value:
         short = lanes.call("llvm.x86.avx512bf16.cvtneps2bf16.512", VB16, values)
@@ -189,6 +187,17 @@ def kind_for(dtype: torch.dtype, isa: Isa) -> Kind:
     raise ConfigError(f"the CPU kernels compute in bfloat16 or float32, not {dtype}; load with another dtype")
 
 
+def is_narrow() -> bool:
+    """Whether this machine has 16 vector registers of 256 bits, which code must be fitted to."""
+    return host_has("avx2") and not host_has("avx512f")
+
+
 def tile_shape() -> tuple[int, int]:
     """Rows and vectors of a register tile: what fits the vector registers of this machine."""
-    return (6, 4) if host_has("avx512f") else (2, 2)
+    return (6, 4) if host_has("avx512f") else (6, 1) if is_narrow() else (2, 2)
+
+
+def vectors_beside(rows: int) -> int:
+    """Vectors of sums that so many rows have registers for."""
+    most_rows, most_vectors = tile_shape()
+    return max(1, most_rows * most_vectors // rows)

@@ -82,7 +82,7 @@ from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 TASKS_PER_THREAD = 16
 COMBINE_PANELS = 8  # panels of one row in a task of phase 4
 COMBINE_AHEAD = 4  # panels that phase 4 asks for its results ahead
-PANEL_TILES = 2  # of an expert's rows from which on phases 3 and 4 go panel by panel
+PANEL_ROWS = 24  # of an expert beyond which phases 3 and 4 go panel by panel
 PANEL_BYTES = (
     2**20
 )  # of one panel's results: with more, they would not stay near their core until they are summed
@@ -278,7 +278,7 @@ def _goes_by_panel(p: int, rows: int) -> bool:
 
     Results of many rows then never leave a core's cache; hidden rows are read once for each panel instead.
     """
-    many = rows > PANEL_TILES * load_i64(p + 8 * TILE_ROWS)
+    many = rows > PANEL_ROWS
     near = load_i64(p + 8 * NUM_PLACES) * 4 * PANEL <= PANEL_BYTES
     return many and near and load_i64(p + 8 * DOWN_PANELS) >= TURNS * load_i64(p + 8 * THREADS)
 

@@ -9,18 +9,22 @@ import torch
 
 from ostinato.ops.cpu.coded_tiles import tile_coded
 from ostinato.ops.cpu.int8_tiles import tile_int8_dot, tile_int8_portable
-from ostinato.ops.cpu.isa import Isa
+from ostinato.ops.cpu.isa import AVX2, Isa
+from ostinato.ops.cpu.narrow_coded import tile_coded_avx2
+from ostinato.ops.cpu.narrow_int8 import tile_int8_avx2
+from ostinato.ops.cpu.narrow_tiles import tile_bf16_avx2, tile_fp32_avx2
 from ostinato.ops.cpu.tiles import TileFunction, tile_bf16_dot, tile_bf16_portable, tile_fp32
 
 
 def tile_function(dtype: torch.dtype, isa: Isa, *, coded: bool = False) -> TileFunction:
     """The tile for weights of `dtype`, `coded` or plain: rows of the same, or quantised rows for int8."""
+    narrow = isa.name == AVX2
     if coded:
         assert dtype == torch.bfloat16, dtype
-        return tile_coded
+        return tile_coded_avx2 if narrow else tile_coded
     if dtype == torch.int8:
-        return tile_int8_dot if isa.dot_products else tile_int8_portable
+        return tile_int8_avx2 if narrow else tile_int8_dot if isa.dot_products else tile_int8_portable
     if dtype == torch.float32:
-        return tile_fp32
+        return tile_fp32_avx2 if narrow else tile_fp32
     assert dtype == torch.bfloat16, dtype
-    return tile_bf16_dot if isa.dot_products else tile_bf16_portable
+    return tile_bf16_avx2 if narrow else tile_bf16_dot if isa.dot_products else tile_bf16_portable

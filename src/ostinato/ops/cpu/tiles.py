@@ -15,7 +15,8 @@ from llvmlite import ir
 
 from ostinato.ops.cpu.isa import AVX512_BF16, PORTABLE, select_isa
 from ostinato.ops.cpu.jit import intrinsic, types
-from ostinato.ops.cpu.vector_ir import F32, I16, I32, I64, VB32, VF, VI, Keep, Lanes, Value
+from ostinato.ops.cpu.products import Bf16Dot, Bf16Fma, Fp32Fma, Product
+from ostinato.ops.cpu.vector_ir import I16, I32, I64, VI, Keep, Lanes, Value
 
 PANEL = 32  # columns of a panel
 VECTORS = 2  # vectors of 16 lanes across a panel
@@ -23,40 +24,14 @@ STEP_BYTES = 4 * PANEL  # of a panel, per step of K: 2 bf16, 1 fp32 or 4 int8 va
 TILE_ARGUMENTS = 8
 _CROWDED = 16  # sums beyond which LLVM must be kept from loading words early and spilling sums for them
 
-# A step adds one 4-byte word of each row (2 bf16, 1 fp32, 4 int8) times the panel's words to the sums.
-Step = Callable[[Lanes, Value, Value, Value], Value]  # lanes, sum, panel words, row word -> sum
-
-
-def bf16_dot(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
-    """vdpbf16ps: both products of the pair in one instruction."""
-    pairs = lanes.b.bitcast(lanes.splat(word), VB32)
-    return lanes.call("llvm.x86.avx512bf16.dpbf16ps.512", VF, total, lanes.b.bitcast(panel, VB32), pairs)
-
-
-def bf16_portable(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
-    """bf16 is the upper half of fp32: widen by shift and mask, then two fused multiply-adds in the order of
-    K.
-    """
-    b = lanes.b
-    shift, mask = ir.Constant(I32, 16), ir.Constant(I32, 0xFFFF0000)
-    first = lanes.splat(b.bitcast(b.shl(word, shift), F32))
-    second = lanes.splat(b.bitcast(b.and_(word, mask), F32))
-    total = lanes.fma(b.bitcast(b.shl(panel, lanes.ints(16)), VF), first, total)
-    return lanes.fma(b.bitcast(b.and_(panel, lanes.ints(0xFFFF0000)), VF), second, total)
-
-
-def fp32_step(lanes: Lanes, total: Value, panel: Value, word: Value) -> Value:
-    """One fused multiply-add."""
-    return lanes.fma(lanes.b.bitcast(panel, VF), lanes.splat(lanes.b.bitcast(word, F32)), total)
-
 
 class TileEmitter:
     """Emits one kind of tile: all row counts behind one switch."""
 
-    def __init__(self, lanes: Lanes, most_rows: int, step: Step) -> None:
+    def __init__(self, lanes: Lanes, most_rows: int, product: Product) -> None:
         self.lanes = lanes
         self.most_rows = most_rows
-        self.step = step
+        self.product = product
 
     def emit(self, count: Value, args: list[Value]) -> None:
         """Arguments: address of `count` row addresses; panel; whole steps; 1 when one bf16 is left after them;
@@ -155,12 +130,15 @@ class TileEmitter:
 
     def add_words(self, columns: list[Value], word: Callable[[int], Value], sums: list[Value]) -> list[Value]:
         """One step: a row's word is loaded just before its use, so that the sums keep their registers."""
-        lanes = self.lanes
+        lanes, product = self.lanes, self.product
         added = []
+        panel = [[product.panel(lanes, words, part) for words in columns] for part in range(product.parts)]
         for row in range(len(sums) // VECTORS):
             value = word(row)
             mine = sums[row * VECTORS : (row + 1) * VECTORS]
-            mine = [self.step(lanes, total, columns[j], value) for j, total in enumerate(mine)]
+            for part, vectors in enumerate(panel):
+                factor = product.row(lanes, value, part)
+                mine = [product.add(lanes, total, vectors[j], factor) for j, total in enumerate(mine)]
             if len(sums) > _CROWDED:
                 fence = ir.FunctionType(sums[0].type, [sums[0].type])
                 mine = [lanes.b.asm(fence, "", "=v,0,~{memory}", [m], side_effect=True) for m in mine]
@@ -168,7 +146,7 @@ class TileEmitter:
         return added
 
 
-def tile_intrinsic(emitter: type[TileEmitter], step: Step, isa_name: str) -> Any:
+def tile_intrinsic(emitter: type[TileEmitter], product: Product, isa_name: str) -> Any:
     """A Numba intrinsic of eight int64 that runs the tiles of an emitter on an instruction path."""
 
     @intrinsic
@@ -185,7 +163,7 @@ def tile_intrinsic(emitter: type[TileEmitter], step: Step, isa_name: str) -> Any
     ) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             rows, count, *rest = args
-            emitter(Lanes(builder), select_isa(isa_name).tile_rows, step).emit(count, [rows, *rest])
+            emitter(Lanes(builder), select_isa(isa_name).tile_rows, product).emit(count, [rows, *rest])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * TILE_ARGUMENTS), emit
@@ -193,9 +171,9 @@ def tile_intrinsic(emitter: type[TileEmitter], step: Step, isa_name: str) -> Any
     return tile
 
 
-_emit_bf16_dot = tile_intrinsic(TileEmitter, bf16_dot, AVX512_BF16)
-_emit_bf16_portable = tile_intrinsic(TileEmitter, bf16_portable, PORTABLE)
-_emit_fp32 = tile_intrinsic(TileEmitter, fp32_step, PORTABLE)
+_emit_bf16_dot = tile_intrinsic(TileEmitter, Bf16Dot(), AVX512_BF16)
+_emit_bf16_portable = tile_intrinsic(TileEmitter, Bf16Fma(), PORTABLE)
+_emit_fp32 = tile_intrinsic(TileEmitter, Fp32Fma(), PORTABLE)
 
 
 def tile_bf16_dot(

@@ -74,12 +74,18 @@ class Keep(enum.Enum):
 
 
 class Lanes:
-    """Emits vector code at the builder's current position; values are LLVM values of 16 lanes."""
+    """Emits vector code at the builder's current position; values are LLVM values of 16 lanes.
 
-    __slots__ = ("b",)
+    With `size` lanes, of `vf` (fp32) and `vi` (int32), as far as constants, copies and multiply-adds go, for code that
+    counts registers.
+    """
 
-    def __init__(self, builder: Any) -> None:
+    __slots__ = ("b", "size", "vf", "vi")
+
+    def __init__(self, builder: Any, size: int = LANES) -> None:
         self.b = builder
+        self.size = size
+        self.vf, self.vi = (VF, VI) if size == LANES else (ir.VectorType(t, size) for t in (F32, I32))
 
     # -- constants, addresses, memory ----------------------------------------------------------------------
 
@@ -87,10 +93,10 @@ class Lanes:
         return ir.Constant(I64, value)
 
     def floats(self, value: float) -> Value:
-        return ir.Constant(VF, [value] * LANES)
+        return ir.Constant(self.vf, [value] * self.size)
 
     def ints(self, value: int) -> Value:
-        return ir.Constant(VI, [value] * LANES)
+        return ir.Constant(self.vi, [value] * self.size)
 
     def at(self, base: Value, *terms: Value | int) -> Value:
         """base + the sum of the terms, as an i64 address."""
@@ -108,10 +114,25 @@ class Lanes:
         self.b.store(value, self.b.inttoptr(address, POINTER), align=align)
 
     def splat(self, scalar: Value) -> Value:
-        """16 copies of a scalar (any element type)."""
-        vector = ir.VectorType(scalar.type, LANES)
+        """A copy of a scalar (any element type) in every lane."""
+        vector = ir.VectorType(scalar.type, self.size)
         seed = self.b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
         return self.b.shuffle_vector(seed, ir.Constant(vector, ir.Undefined), self.ints(0))
+
+    def copied(self, scalar: Value) -> Value:
+        """`splat` that LLVM does not see through (AVX2): it would do to the scalar what is done to the copies."""
+        half = LANES // 2
+        register = ir.VectorType(scalar.type, half)
+        same = ir.FunctionType(register, [register])
+        copies = self.b.asm(same, "", "=x,0", [Lanes(self.b, half).splat(scalar)], side_effect=False)
+        if self.size == half:
+            return copies
+        order = ir.Constant(ir.VectorType(I32, self.size), [*range(half)] * 2)
+        return self.b.shuffle_vector(copies, ir.Constant(register, ir.Undefined), order)
+
+    def barrier(self) -> None:
+        """Nothing that follows is loaded before: LLVM would load early what registers have no room for."""
+        self.b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
     def call(self, name: str, result: Any, *args: Value) -> Value:
         """Call an LLVM intrinsic or external function by name."""
@@ -201,7 +222,7 @@ class Lanes:
     # -- arithmetic ----------------------------------------------------------------------------------------
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        name = "llvm.fma.v16f32" if a.type == VF else "llvm.fma.f32"
+        name = f"llvm.fma.v{a.type.count}f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
         return self.call(name, a.type, a, b, c)
 
     def max(self, a: Value, b: Value) -> Value:
