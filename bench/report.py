@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from limits import Costs, decode_seconds, prefill_seconds
+from ostinato.ops.cpu.isa import AVX512_BF16
 
 NAMES = {"llamacpp": "llama.cpp", "transformers": "transformers", "vllm": "vLLM"}
 _ORDER = ("moe", "dense", "smollm2", "smollm2-moe", "tiny")
@@ -114,13 +115,19 @@ def _share(record: Mapping[str, Any], turn: Mapping[str, Any], own: str, stored:
 
 
 def write_race(record: Mapping[str, Any], directory: Path) -> None:
-    """A race's JSON, in place of an older one of the same model, precision, peers and rule about memory."""
+    """A race's JSON, in place of an older one of the same model, precision, peers, instructions and memory rule."""
     directory.mkdir(parents=True, exist_ok=True)
     least = record.get("memory_from", 0.0)
     rule = [f"from-{least:.0f}"] if least else []
-    name = "-".join([record["model"], record["precision"], *rule, *_peers(record)])
+    name = "-".join([record["model"], record["precision"], *_other_isa(record), *rule, *_peers(record)])
     path = directory / f"{name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _other_isa(record: Mapping[str, Any]) -> list[str]:
+    """The instructions of ostinato's kernels, where they are not those that it is at home with."""
+    isa = record["versions"].get("ceilings-hf", {}).get("isa", AVX512_BF16)
+    return [] if isa == AVX512_BF16 else [isa]
 
 
 def _peers(record: Mapping[str, Any]) -> list[str]:
@@ -133,7 +140,13 @@ def write_summary(directory: Path) -> Path:
     found = [json.loads(path.read_text()) for path in directory.glob("*.json")]
     records = [record for record in found if "precision" in record]  # other measurements lie there too
     records.sort(
-        key=lambda r: (_ORDER.index(r["model"]), r["precision"], -r.get("memory_from", 0.0), -len(_peers(r)))
+        key=lambda r: (
+            _other_isa(r),
+            _ORDER.index(r["model"]),
+            r["precision"],
+            -r.get("memory_from", 0.0),
+            -len(_peers(r)),
+        )
     )
     table = directory / "compare.md"
     (directory / "compare.svg").write_text(plot(records), encoding="utf-8")
@@ -160,7 +173,8 @@ def _title(record: Mapping[str, Any]) -> str:
     least = record.get("memory_from", 0.0)
     rule = f", memory at {least:.0f} GB/s or more" if least else ""
     beside = ", ".join(NAMES[peer] for peer in _peers(record))
-    return f"{record['model']}, {record['precision']}, beside {beside}{rule}"
+    where = "".join(f", {isa} alone" for isa in _other_isa(record))
+    return f"{record['model']}, {record['precision']}{where}, beside {beside}{rule}"
 
 
 def section(record: Mapping[str, Any]) -> str:

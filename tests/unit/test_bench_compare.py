@@ -155,6 +155,7 @@ def test_races_with_a_rule_about_memory_or_other_peers_stand_beside_each_other(
         record,
         record | {"memory_from": 60.0},
         record | {"contestants": [own, mode | {"peer": "llamacpp"}]},
+        record | {"versions": {"ceilings-hf": {"isa": "avx2"}}},
         record | {"date": "later"},  # takes the place of the first
     ):
         report.write_race(other, tmp_path)
@@ -162,7 +163,12 @@ def test_races_with_a_rule_about_memory_or_other_peers_stand_beside_each_other(
     titles = [line for line in found if line.startswith("## ")]
     plain = "## tiny, bf16, beside transformers"
     assert sorted(titles) == sorted(
-        [f"{plain}, memory at 60 GB/s or more", plain, "## tiny, bf16, beside llama.cpp"]
+        [
+            f"{plain}, memory at 60 GB/s or more",
+            plain,
+            "## tiny, bf16, beside llama.cpp",
+            "## tiny, bf16, avx2 alone, beside transformers",
+        ]
     )
 
 
