@@ -140,6 +140,8 @@ def test_experts_have_the_bits_of_plain_weights(opset: OpSets, on_input: bool) -
 def test_codes_are_looked_up_alike_whatever_the_cpu_looks_up_at_once(tmp_path: Path) -> None:
     """All 256 high bytes, in a table of any codes."""
     ways = [*[codes_by_16] * host_has("avx2"), *[codes_by_64] * host_has("avx512vbmi")]
+    if not ways:
+        pytest.skip("this CPU looks up no bytes")
     plan, high = (torch.randperm(256, generator=torch.Generator().manual_seed(i)).byte() for i in (1, 2))
     for way in ways:
 

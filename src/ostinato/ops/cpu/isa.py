@@ -28,7 +28,7 @@ class Isa:
     """One set of kernels.
 
     dot_products: bf16 and int8 dot-product instructions of 512 bits are there.
-    tile_rows:    most rows of a matrix tile whose sums fit into the vector registers.
+    tile_rows:    most rows of a matrix tile; their sums are in the vector registers, by groups of rows on `avx2`.
     byte_tables:  bytes are looked up in a table of 16, as decoding coded weights does.
     """
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.products import Bf16Narrow, Fp32Fma, Product
-from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
+from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES, intrinsic_of
 from ostinato.ops.cpu.vector_ir import I8, I16, I32, I64, Keep, Lanes, Value
 
 NARROW = 8  # lanes of a register
@@ -238,27 +237,8 @@ class NarrowTileEmitter:
 
 
 def tile_of(emitter: type[NarrowTileEmitter], product: Product) -> Any:
-    """A Numba intrinsic of eight int64 that runs the tiles of an emitter."""
-
-    @intrinsic
-    def tile(
-        typing_context: Any,
-        rows: Any,
-        count: Any,
-        panel: Any,
-        steps: Any,
-        odd: Any,
-        out: Any,
-        ahead: Any,
-        stride: Any,
-    ) -> tuple[Any, Any]:
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            emitter(Lanes(builder, NARROW), product).emit(Tile(*args))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * len(Tile._fields)), emit
-
-    return tile
+    """An intrinsic that runs the tiles of an emitter."""
+    return intrinsic_of(lambda builder, args: emitter(Lanes(builder, NARROW), product).emit(Tile(*args)))
 
 
 _emit_bf16 = tile_of(NarrowTileEmitter, Bf16Narrow())

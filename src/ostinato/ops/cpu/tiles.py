@@ -146,8 +146,8 @@ class TileEmitter:
         return added
 
 
-def tile_intrinsic(emitter: type[TileEmitter], product: Product, isa_name: str) -> Any:
-    """A Numba intrinsic of eight int64 that runs the tiles of an emitter on an instruction path."""
+def intrinsic_of(emit_tile: Callable[[Any, list[Value]], None]) -> Any:
+    """A Numba intrinsic of eight int64 that is what `emit_tile` emits with a builder and the arguments."""
 
     @intrinsic
     def tile(
@@ -162,13 +162,22 @@ def tile_intrinsic(emitter: type[TileEmitter], product: Product, isa_name: str) 
         stride: Any,
     ) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows, count, *rest = args
-            emitter(Lanes(builder), select_isa(isa_name).tile_rows, product).emit(count, [rows, *rest])
+            emit_tile(builder, list(args))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * TILE_ARGUMENTS), emit
 
     return tile
+
+
+def tile_intrinsic(emitter: type[TileEmitter], product: Product, isa_name: str) -> Any:
+    """An intrinsic that runs the tiles of an emitter on an instruction path."""
+
+    def emit(builder: Any, args: list[Value]) -> None:
+        rows, count, *rest = args
+        emitter(Lanes(builder), select_isa(isa_name).tile_rows, product).emit(count, [rows, *rest])
+
+    return intrinsic_of(emit)
 
 
 _emit_bf16_dot = tile_intrinsic(TileEmitter, Bf16Dot(), AVX512_BF16)
