@@ -46,6 +46,9 @@ TEXTS = (
     "Water boils at a temperature of",
 )
 TEXT_TOKENS = 32
+LAST_LAYER_ROWS = (
+    1  # of a prompt, that ostinato's last layer computes; records from before it knew which have none
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ class Race:
             "threads": options.threads,
             "limit_of_others": options.others,
             "memory_from": options.memory_from,
+            "last_layer_rows": LAST_LAYER_ROWS,
             "versions": {},
             "active_experts": {},
             "turns": [],

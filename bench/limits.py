@@ -2,7 +2,8 @@
 
 From a checkpoint's config alone, for bf16 weights, or weights that are stored in fewer bytes. Knows nothing of engines.
 Invariant: only what no engine with weights of that size can avoid is counted, so a share of the limit is never
-flattered: weights once a step, each active expert once, the KV cache once, no activations.
+flattered: weights once a step, each active expert once, the KV cache once, no activations; in a prefill's last layer,
+keys and values of all rows, and the rest for the row whose logits are wanted.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ WEIGHT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Parameters by how often they are used: in each step, in each step per active expert of a layer, by the head."""
+    """Parameters by how often they are used: in each step, in each step per active expert of a layer, by the head.
+
+    behind: those of the body that the last layer uses for rows whose logits are wanted alone.
+    """
 
     layers: int
     body: int
+    behind: int
     expert: int
     top_k: int
     num_experts: int
@@ -37,9 +42,11 @@ class Costs:
         num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
         intermediate = config.get("moe_intermediate_size") or config["intermediate_size"]
         block = 3 * hidden * intermediate
+        feed_forward = num_experts * hidden if num_experts else block
         return cls(
             layers=layers,
-            body=layers * (attention + (num_experts * hidden if num_experts else block)),
+            body=layers * (attention + feed_forward),
+            behind=2 * hidden * queries + feed_forward,
             expert=block if num_experts else 0,
             top_k=config["num_experts_per_tok"] if num_experts else 0,
             num_experts=num_experts,
@@ -61,6 +68,12 @@ class Costs:
         per_token = self.body + self.layers * self.top_k * self.expert
         return 2.0 * (tokens * per_token + sampled * self.head + 2 * self.queries * pairs)
 
+    def spared(self, tokens: int, kept: int) -> float:
+        """Operations that a prompt's last layer need not do where only its last `kept` rows leave it."""
+        left = tokens - kept
+        per_token = self.behind + self.top_k * self.expert
+        return 2.0 * (left * per_token + 2 * self.queries / self.layers * left * (left + 1) / 2)
+
 
 def decode_seconds(
     costs: Costs,
@@ -80,8 +93,12 @@ def decode_seconds(
     return max(moved / ceilings["bytes"], done / ceilings["operations"])
 
 
-def prefill_seconds(costs: Costs, tokens: int, ceilings: Mapping[str, float], stored: float = 1.0) -> float:
-    """Least seconds until the first token of a prompt."""
+def prefill_seconds(
+    costs: Costs, tokens: int, ceilings: Mapping[str, float], stored: float = 1.0, *, kept: int | None = None
+) -> float:
+    """Least seconds until the first token of a prompt of which `kept` rows leave the last layer; None: all do."""
     done = costs.operations(tokens, 1, tokens * (tokens + 1) / 2)
+    if kept is not None:
+        done -= costs.spared(tokens, kept)
     moved = costs.num_bytes(min(costs.num_experts, tokens * costs.top_k), tokens, stored)
     return max(moved / ceilings["bytes"], done / ceilings["operations"])

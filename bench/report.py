@@ -103,7 +103,8 @@ def _share(record: Mapping[str, Any], turn: Mapping[str, Any], own: str, stored:
         return None
     costs, case, ceilings = Costs.of(record["config"]), turn["case"], turn["ceilings"]
     if case["prefills"]:
-        least, tokens = prefill_seconds(costs, case["context"], ceilings, stored), case["context"]
+        tokens, kept = case["context"], record.get("last_layer_rows")
+        least = prefill_seconds(costs, tokens, ceilings, stored, kept=kept)
     else:
         middle = case["context"] + case["warmup"] + case["steps"] / 2
         active = record["active_experts"].get(case["name"])

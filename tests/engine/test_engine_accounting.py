@@ -42,12 +42,29 @@ def test_graphs_captured_at_startup_are_replayed_from_the_first_step(make_llm: A
     "options", [{}, {"graph": "eager"}, {"capture": "startup", "decode_buckets": (4,)}], ids=str
 )
 def test_expert_load_counts_real_rows_only(make_llm: Any, options: dict[str, Any]) -> None:
+    """The last layer's are those whose logits somebody wants: one a token, or all of a prompt that is scored."""
     llm = make_llm(num_pages=32, prefill_buckets=(64,), **options)
     llm.generate(PROMPTS, greedy(4))
     stats = llm.stats()
-    load = stats["expert_load"]
     top_k = llm.engine.model_config.moe.top_k
-    assert [sum(layer) for layer in load] == [real_rows(stats) * top_k] * stats["model"]["layers"]
+    *layers, last = (sum(layer) for layer in stats["expert_load"])
+    assert layers == [real_rows(stats) * top_k] * (stats["model"]["layers"] - 1)
+    assert last == 4 * len(PROMPTS) * top_k
+    (scored,) = llm.generate(PROMPTS[0], greedy(1, prompt_logprobs=0))
+    after = [sum(layer) for layer in llm.stats()["expert_load"]]
+    assert after[-1] - last == len(scored.prompt_token_ids) * top_k
+
+
+def test_a_chunk_without_logits_leaves_the_last_layer_alone(make_llm: Any) -> None:
+    llm = make_llm(num_pages=32, chunked_prefill_size=16)
+    llm.generate([list(range(5, 55))], greedy(1))
+    stats = llm.stats()
+    *layers, last = (sum(layer) for layer in stats["expert_load"])
+    assert real_rows(stats) == 50
+    assert (set(layers), last) == (
+        {50 * llm.engine.model_config.moe.top_k},
+        llm.engine.model_config.moe.top_k,
+    )
 
 
 def test_eager_steps_say_why(make_llm: Any) -> None:

@@ -90,7 +90,7 @@ def changed(path: Path, to: Path, change: Callable[[dict[str, Any], dict[str, An
     [
         (lambda h, t: h["parallel"].update(tp=2), "ran on 2 ranks"),
         (lambda h, t: h.update(left_out="9 MiB of KV pages"), "lacks 9 MiB"),
-        (lambda h, t: h.update(format=9), "no replay trace of format 1"),
+        (lambda h, t: h.update(format=9), "no replay trace of format 2"),
         (lambda h, t: h.pop("kernels"), "lacks kernels"),
         (lambda h, t: h["kernels"].update(ops="numba.other"), "recorded with ops 'numba.other'"),
         (lambda h, t: h["model"].update(identity="0" * 64), "another checkpoint"),

@@ -30,6 +30,8 @@ class View:
     extend_seq_lens: torch.Tensor | None
     extend_start_loc: torch.Tensor | None
     num_token_non_padded: torch.Tensor | None
+    logit_rows: torch.Tensor | None = None
+    num_logit_rows: torch.Tensor | None = None
 
 
 @dataclass

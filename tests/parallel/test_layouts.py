@@ -17,6 +17,9 @@ from ostinato.parallel.topology import Topology
 
 from .table import LENGTHS, PARAMS, PROMPTS, SMALL, Way, difference, play, same
 
+CHOSEN = sum(params.max_tokens or 0 for params in PARAMS)
+"""Tokens, each of a row that passes the last layer."""
+
 pytestmark = pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
 
 
@@ -76,7 +79,10 @@ def test_one_request_beside_idle_ranks(
         stats = ranks.front.stats()
         rows = sum(len(p) + q.max_tokens - 1 for p, q in zip(PROMPTS, PARAMS, strict=True) if q.max_tokens)
         layers = [sum(layer) for layer in stats["expert_load"]]
-        assert layers == [rows * 2] * len(layers), "real rows * experts of each, on all ranks together"
+        want = [*[rows * 2] * (len(layers) - 1), CHOSEN * 2]
+        assert layers == want, (
+            "real rows * experts of each, on all ranks together; in the last layer those that choose"
+        )
         assert stats["tokens"]["prompt"] == sum(LENGTHS)
         busy = [engine.stats()["expert_load"] for engine in ranks.engines if engine is not ranks.front]
         assert all(not any(map(any, load)) for load in busy), "ranks without requests counted load"
@@ -117,7 +123,8 @@ def test_load_is_counted_once_where_rows_are_shared(
     with ensembles.ensemble(Topology(4, 2, 4), model=str(checkpoint("mixtral")), **SMALL) as ranks:
         ranks.generate(PROMPTS, PARAMS)
         rows = sum(len(p) + (q.max_tokens or 0) - 1 for p, q in zip(PROMPTS, PARAMS, strict=True))
-        assert {sum(layer) for layer in ranks.front.stats()["expert_load"]} == {rows * 2}
+        *layers, last = (sum(layer) for layer in ranks.front.stats()["expert_load"])
+        assert (set(layers), last) == ({rows * 2}, CHOSEN * 2)
 
 
 def test_captured_ahead_of_time(

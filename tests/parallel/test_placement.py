@@ -66,8 +66,10 @@ def test_rebalanced_while_serving(
                 [o[0] for o in one] for one in _values(alone("mixtral"))
             ]
         stats = ranks.front.stats()
-        rows = sum(map(len, PROMPTS)) + 8 * len(PROMPTS)
-        assert {sum(layer) for layer in stats["expert_load"]} == {rows * 2}, "real rows * experts of each"
+        rows, chosen = sum(map(len, PROMPTS)) + 8 * len(PROMPTS), 9 * len(PROMPTS)
+        *layers, last = (sum(layer) for layer in stats["expert_load"])
+        assert set(layers) == {rows * 2}, "real rows * experts of each"
+        assert last == chosen * 2, "the last layer computes rows that choose a token"
         placement = stats["placement"]
         assert placement["rebalanced"] >= 2
         assert all(

@@ -115,6 +115,15 @@ def test_the_moe_reads_554_megabytes_a_token(bench: Any) -> None:
     assert costs.operations(1, 1, 0) == pytest.approx(costs.num_bytes(8, 0))
 
 
+def test_rows_that_nobody_wants_need_keys_and_values_alone(bench: Any) -> None:
+    checkpoints: ModuleType = bench("checkpoints")
+    costs = bench("limits").Costs.of(checkpoints._config(checkpoints.RANDOM["moe"]))
+    query_and_output, router, experts = 2 * 1024 * 1024, 64 * 1024, 8 * 3 * 1024 * 512
+    scores = 4 * 1024 * (511 * 512 // 2)
+    assert costs.spared(512, 1) == 2 * 511 * (query_and_output + router + experts) + scores
+    assert costs.spared(512, 512) == 0
+
+
 def test_limits_are_the_slower_of_reading_and_computing(bench: Any, tiny: Any) -> None:
     limits = bench("limits")
     costs = limits.Costs.of(tiny.config)
@@ -123,6 +132,8 @@ def test_limits_are_the_slower_of_reading_and_computing(bench: Any, tiny: Any) -
     assert reading == pytest.approx(costs.num_bytes(2, 32) / slow)
     computing = limits.prefill_seconds(costs, 512, {"bytes": fast, "operations": slow})
     assert computing == pytest.approx(costs.operations(512, 1, 512 * 513 / 2) / slow)
+    kept = limits.prefill_seconds(costs, 512, {"bytes": fast, "operations": slow}, kept=1)
+    assert kept == pytest.approx(computing - costs.spared(512, 1) / slow)
     assert limits.decode_seconds(costs, 8, 32, None, {"bytes": slow, "operations": fast}) is None
 
 

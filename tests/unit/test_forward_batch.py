@@ -51,6 +51,20 @@ def test_extend_rows_follow_their_prefix() -> None:
     assert batch.global_num_token_non_padded.dtype is torch.int32
 
 
+def test_rows_that_come_out() -> None:
+    """All, unless some are asked for: these first, in the order asked, zeros behind them."""
+    every, some, none = (
+        extend_batch([1, 2, 3, 4], [3, 1], [0, 0], [2, 1], [48, 49, 50, 23], logit_rows=rows)
+        for rows in (None, [3, 2], [])
+    )
+    found = []
+    for batch in (every, some, none):
+        assert batch.logit_rows is not None
+        assert batch.num_logit_rows is not None
+        found.append((batch.logit_rows.tolist(), batch.num_logit_rows.tolist()))
+    assert found == [([0, 1, 2, 3], [4]), ([3, 2, 0, 0], [2]), ([0, 0, 0, 0], [0])]
+
+
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="add up to 3"):
         extend_batch([1, 2], [3], [0], [1], [16, 17])

@@ -33,7 +33,7 @@ def test_p1_rows_and_tails() -> None:
     registry = poisoned()
     made = batch()
     registry.fill_from(made, CTX)
-    for name in ("input_ids", "positions", "out_cache_loc"):
+    for name in ("input_ids", "positions", "out_cache_loc", "logit_rows"):
         assert registry.buffer(name)[:3].tolist() == getattr(made, name).tolist()
         assert registry.buffer(name)[3:8].tolist() == [0] * 5
         assert registry.buffer(name)[8:].tolist() == [7] * 8

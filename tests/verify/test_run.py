@@ -91,6 +91,7 @@ def test_without_time_every_check_runs_one_cell_of_each_mode(opened: Callable[..
     assert {name: len(result.cells) for name, result in results.items()} == {
         **{check.name: 3 for check in CHECKS},
         "prefix": 2,
+        "wanted": 2,
         "idle": 0,
     }
     assert results["pads"].cells_possible == 71

@@ -26,6 +26,8 @@ class ForwardBatch:
     req_pool_indices [bs]: row of the page table, 0 belongs to pads.
     seq_lens, seq_lens_cpu [bs]: KV length including this step's rows; seq_lens_sum: their sum.
     extend_seq_lens, extend_prefix_lens, extend_start_loc [bs]: extend and mixed steps only.
+    logit_rows [n]: there, too: rows that leave the last layer, in the order of the output; zeros behind them.
+    num_logit_rows: int32 [1], how many.
     global_num_token_non_padded: int32 [1], GLOBAL real rows of this data-parallel group; `_cpu` the same number.
     num_token_non_padded: int32 [1], LOCAL; None in a batch unless a context-parallel strategy supplies it.
     num_padding: pad requests of a view, 0 in a batch.
@@ -47,6 +49,8 @@ class ForwardBatch:
     extend_seq_lens: torch.Tensor | None = None
     extend_prefix_lens: torch.Tensor | None = None
     extend_start_loc: torch.Tensor | None = None
+    logit_rows: torch.Tensor | None = None
+    num_logit_rows: torch.Tensor | None = None
     orig_seq_lens: torch.Tensor | None = None
     mrope_positions: torch.Tensor | None = None
     encoder_lens: torch.Tensor | None = None
@@ -132,12 +136,14 @@ def extend_batch(
     out_cache_loc: Ints,
     *,
     mode: StepMode = StepMode.EXTEND,
+    logit_rows: Sequence[int] | None = None,
     **optional: Any,
 ) -> ForwardBatch:
     """A prefill (or mixed) step: request i adds `extend_seq_lens[i]` rows after `extend_prefix_lens[i]` cached.
 
     Rows of a request stand together, in the order of the requests. A decode row of a mixed step is an extend of
-    one. `optional` sets further fields of `ForwardBatch`. Raises ValueError when lengths disagree.
+    one. `logit_rows`: those whose outputs are wanted, in any order; all when None. `optional` sets further fields of
+    `ForwardBatch`. Raises ValueError when lengths disagree.
     """
     lens, prefix = _ints(extend_seq_lens), _ints(extend_prefix_lens)
     start = lens.cumsum(0) - lens
@@ -146,7 +152,17 @@ def extend_batch(
         raise ValueError(f"extend_seq_lens add up to {int(lens.sum())}, input_ids has {ids.shape[0]} rows")
     positions = torch.arange(ids.shape[0]) + torch.repeat_interleave(prefix - start, lens)
     extend = {"extend_seq_lens": lens, "extend_prefix_lens": prefix, "extend_start_loc": start}
+    extend |= _logit_rows(ids.shape[0], logit_rows)
     return _make(mode, ids, positions, out_cache_loc, req_pool_indices, prefix + lens, 1, optional | extend)
+
+
+def _logit_rows(count: int, wanted: Sequence[int] | None) -> dict[str, torch.Tensor]:
+    if wanted is None:
+        rows, number = torch.arange(count), count
+    else:
+        rows, number = torch.zeros(count, dtype=torch.int64), len(wanted)
+        rows[:number] = torch.tensor(wanted, dtype=torch.int64)
+    return {"logit_rows": rows, "num_logit_rows": torch.full((1,), number, dtype=torch.int32)}
 
 
 def idle_batch(mode: StepMode = StepMode.IDLE) -> ForwardBatch:

@@ -26,6 +26,21 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
         """Whether its last row is the last known token, so that the step yields a next one."""
         return self.start + self.num_tokens == self.sequence.num_tokens
 
+    @property
+    def chooses(self) -> bool:
+        """Whether that next one is chosen here."""
+        return self.samples and self.sequence.max_new_tokens > 0
+
+    @property
+    def asks_prompt_logits(self) -> bool:
+        """Whether the logits of all its rows are wanted."""
+        return self.sequence.wants_prompt_logits and self.start < self.sequence.prompt_len
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Of how many rows, its last ones, logits are wanted."""
+        return self.num_tokens if self.asks_prompt_logits else int(self.chooses)
+
 
 class StepPlan(msgspec.Struct, frozen=True):
     """One step: its mode and its rows, in order. held: requests that could decode next and wait for a prefill now."""
@@ -37,3 +52,13 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """Rows of the step whose logits are wanted, in order."""
+        found: list[int] = []
+        end = 0
+        for row in self.rows:
+            end += row.num_tokens
+            found += range(end - row.num_logit_rows, end)
+        return found

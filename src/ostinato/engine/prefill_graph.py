@@ -117,7 +117,7 @@ class ExtendFacts:
             len(rows),
             max((row.start + row.num_tokens for row in rows), default=0),
             max((row.start for row in rows), default=0),
-            any(row.sequence.wants_prompt_logits and row.start < row.sequence.prompt_len for row in rows),
+            any(row.asks_prompt_logits for row in rows),
         )
 
     @classmethod

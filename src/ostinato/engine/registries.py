@@ -227,6 +227,8 @@ def _prefill_slots(options: RegistryOptions) -> list[GraphSlot]:
         _row("out_cache_loc", options.cache_loc_dtype, _ZERO),
         _counter("global_num_token_non_padded"),
         _counter("num_token_non_padded", copy_from_fb=False, post_fill=_prefill_count(options)),
+        _row("logit_rows", torch.int64, _ZERO),
+        _counter("num_logit_rows"),
     ]
     if options.multimodal:
         slots.append(_mrope())

@@ -163,18 +163,21 @@ def _restore(trace: Trace, worker: Worker) -> ForwardBatch:
     if not trace.shape.mode.is_extend:
         return decode_batch(rows["input_ids"], rows["seq_lens"], *where)
     lens, prefix = rows["extend_seq_lens"], rows["extend_prefix_lens"]
-    return extend_batch(rows["input_ids"], lens, prefix, *where, mode=trace.shape.mode)
+    wanted = rows["logit_rows"][: int(rows["num_logit_rows"])].tolist()
+    return extend_batch(rows["input_ids"], lens, prefix, *where, mode=trace.shape.mode, logit_rows=wanted)
 
 
 def _check_ranges(rows: Named, table: torch.Tensor, pool: KVPool, vocab_size: int) -> None:
     """Raise TraceError for what would make a kernel leave its memory: a file may come from anywhere."""
     requests, width = table.shape
+    wanted = {"logit_rows": len(rows["input_ids"]), "num_logit_rows": len(rows["input_ids"]) + 1}
     limits = {
         "page_table": (table, pool.num_pages),
         "input_ids": (rows["input_ids"], vocab_size),
         "out_cache_loc": (rows["out_cache_loc"], pool.num_pages * pool.page_size),
         "req_pool_indices": (rows["req_pool_indices"], requests + 1),
         "seq_lens": (rows["seq_lens"], width * pool.page_size + 1),
+        **{name: (rows[name], count) for name, count in wanted.items() if name in rows},
     }
     for name, (values, limit) in limits.items():
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < limit:

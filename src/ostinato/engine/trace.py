@@ -32,7 +32,7 @@ from ostinato.kv.pool import KVPool
 from ostinato.padding import StepMode, StepShape, align_up
 from ostinato.parallel.topology import Topology
 
-FORMAT = 1
+FORMAT = 2
 MAX_TRACES = 16
 MAX_TRACE_BYTES = 512 << 20
 _KEY = "ostinato"
@@ -45,6 +45,8 @@ _BATCH_FIELDS = (
     "seq_lens",
     "extend_seq_lens",
     "extend_prefix_lens",
+    "logit_rows",
+    "num_logit_rows",
 )
 
 

@@ -296,9 +296,7 @@ class Worker:
         prompt_logits: PromptLogits,
         checked: bool,
     ) -> StepResult:
-        asks = any(
-            row.sequence.wants_prompt_logits and row.start < row.sequence.prompt_len for row in plan.rows
-        )
+        asks = any(row.asks_prompt_logits for row in plan.rows)
         facts = ExtendFacts.of_batch(batch, prompt_logits=asks)
         against = can_replay_locally(facts, self.coordinator.rules, self.coordinator.prefill)
         hidden = self.prefill.run(shape, batch, reject=shape.eager_reason or against)
@@ -306,13 +304,13 @@ class Worker:
             hidden = self.checks.again(self.prefill, shape, batch, hidden)
         last: list[int] = []
         sampling: list[ScheduledSequence] = []
-        offset = 0
+        end = 0  # of its rows among those that came out
         for row in plan.rows:
-            if row.sequence.wants_prompt_logits and row.start < row.sequence.prompt_len:
-                self._prompt_rows(row, offset, hidden, prompt_logits)
-            offset += row.num_tokens
-            if row.samples and row.sequence.max_new_tokens > 0:
-                last.append(offset - 1)
+            if row.asks_prompt_logits:
+                self._prompt_rows(row, end, hidden, prompt_logits)
+            end += row.num_logit_rows
+            if row.chooses:
+                last.append(end - 1)
                 sampling.append(row)
         logits = self._head(hidden, last)
         if last:
@@ -361,6 +359,7 @@ class Worker:
             page_rows,
             torch.cat(parts),
             mode=plan.mode,
+            logit_rows=plan.logit_rows,
         )
 
     @property

@@ -16,7 +16,7 @@ from ostinato.attention.backend import AttentionBackend
 from ostinato.graphs.stream import Stream
 from ostinato.graphs.workspace import Workspace
 from ostinato.models.config import ModelConfig
-from ostinato.models.parts import Attention, DecoderView, FeedForward, Norm
+from ostinato.models.parts import Attention, DecoderView, FeedForward, KeptRows, Norm
 from ostinato.ops.opset import EmbeddingTable, OpSet, PackedLinear
 from ostinato.parallel.columns import ColumnGather
 
@@ -49,8 +49,10 @@ class CausalLM:
     def forward(self, view: DecoderView, stream: Stream) -> torch.Tensor:
         """Hidden states [T, H] of the T (padded) rows of `view`, the final norm applied; ready for `logits`.
 
-        `attention.plan` must have run for this step. Rows past the real ones are zero where `view` counts them,
-        else of no meaning; they never influence a real row, whatever the pads of `view` hold.
+        Where `view` has `logit_rows`, row i is that of `logit_rows[i]`: the last layer's attention reads and caches all
+        rows, and only these go on from there. `attention.plan` must have run for this step. Rows past the real ones are
+        zero where `view` counts them, else of no meaning; they never influence a real row, whatever the pads of `view`
+        hold.
         """
         assert view.input_ids is not None, "a decoder embeds ids; steps without them are not its own"
         rows, size, live = view.input_ids.shape[0], self.config.hidden_size, view.num_token_non_padded
@@ -58,12 +60,19 @@ class CausalLM:
         normed = self.workspace.take("normed", rows, size)
         delta = self.workspace.take("delta", rows, size)
         self.embed(view.input_ids, stream, residual)
+        last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
             if i == 0:
                 layer.input_norm.apply(stream, residual, live, normed)
             else:
                 layer.input_norm.add_and_apply(stream, delta, residual, live, normed)
-            layer.attention.forward(stream, normed, view, delta)
+            kept = _kept(view) if i == last else None
+            layer.attention.forward(stream, normed, view, delta, kept)
+            if kept is not None:
+                stream.launch(
+                    self.ops.gather_rows, residual, kept.rows, normed
+                )  # attention has read what lay there
+                residual, normed, live = normed, residual, kept.count
             layer.post_norm.add_and_apply(stream, delta, residual, live, normed)
             layer.ffn.forward(stream, normed, live, delta)
         self.final_norm.add_and_apply(stream, delta, residual, live, normed)
@@ -96,3 +105,11 @@ class CausalLM:
         if columns is not None:
             columns.gather(stream, own, out)
         return out
+
+
+def _kept(view: DecoderView) -> KeptRows | None:
+    """The rows that leave the last layer, where they are not all."""
+    if view.logit_rows is None:
+        return None
+    assert view.num_logit_rows is not None, "rows that go on alone come with their count"
+    return KeptRows(view.logit_rows, view.num_logit_rows)

@@ -29,6 +29,10 @@ class DecoderView(AttentionView, Protocol):
     def positions(self) -> torch.Tensor: ...
     @property
     def num_token_non_padded(self) -> torch.Tensor | None: ...
+    @property
+    def logit_rows(self) -> torch.Tensor | None: ...
+    @property
+    def num_logit_rows(self) -> torch.Tensor | None: ...
 
 
 class FeedForward(Protocol):
@@ -96,6 +100,17 @@ class QKNorm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """Rows of a step that go on alone: `rows` int64 [T], where the first `count` (int32 [1], on the device) are from.
+
+    What `rows` holds behind them is any row's index.
+    """
+
+    rows: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Attention:
     """qkv projection, norms and rotation of queries and keys, paged attention, output projection.
 
@@ -120,8 +135,15 @@ class Attention:
     columns: ColumnGather | None = None
     own_heads: tuple[slice, slice] | None = None
 
-    def forward(self, stream: Stream, x: torch.Tensor, view: DecoderView, out: torch.Tensor) -> None:
-        """x [T, H] -> out [T, H]."""
+    def forward(
+        self,
+        stream: Stream,
+        x: torch.Tensor,
+        view: DecoderView,
+        out: torch.Tensor,
+        kept: KeptRows | None = None,
+    ) -> None:
+        """x [T, H] -> out [T, H]; with `kept`, the rows of out are those rows of x."""
         rows, dim, live = x.shape[0], self.head_dim, view.num_token_non_padded
         fused = self._fused(rows)
         stream.launch(self.ops.linear, x, self.qkv, fused, live)
@@ -137,13 +159,25 @@ class Attention:
         if self.columns is None:
             mixed = self.workspace.take("attention", rows, q.shape[1], dim)
             stream.eager(self._attend, view, (q, k, v), (mixed,))
-            stream.launch(self.ops.linear, mixed.view(rows, k_start), self.out, out, live)
+            heads, live = self._kept(stream, mixed.view(rows, k_start), live, kept)
+            stream.launch(self.ops.linear, heads, self.out, out, live)
             return
         whole = self.workspace.take("attention", rows, self.out.in_features)
         own = self.columns.own("attention", rows, self.out.in_features)
         stream.eager(self._attend, view, (q, k, v), (own.view(rows, q.shape[1], dim),))
         self.columns.gather(stream, own, whole)
-        column_linear(stream, self.ops, self.columns, whole, self.out, out, live)
+        heads, live = self._kept(stream, whole, live, kept)
+        column_linear(stream, self.ops, self.columns, heads, self.out, out, live)
+
+    def _kept(
+        self, stream: Stream, heads: torch.Tensor, live: torch.Tensor | None, kept: KeptRows | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows of `heads` [T, heads * D] that go on, and their count."""
+        if kept is None:
+            return heads, live
+        picked = self.workspace.take("qkv", *heads.shape)  # what lay there has been read
+        stream.launch(self.ops.gather_rows, heads, kept.rows, picked)
+        return picked, kept.count
 
     def _fused(self, rows: int) -> torch.Tensor:
         """Where the projection goes."""

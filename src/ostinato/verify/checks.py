@@ -94,6 +94,14 @@ CHECKS: tuple[Check, ...] = (
         lambda cell, facts: cell.mode == "decode" or cell.n > 1,
     ),
     Check(
+        "wanted",
+        "Wanted rows",
+        "A row of a prefill has the same bits whether all rows pass the last layer or those alone whose logits are "
+        "wanted.",
+        steps.wanted,
+        lambda cell, facts: cell.mode != "decode",
+    ),
+    Check(
         "prefix",
         "Prefix hits",
         "Rows behind a cached prefix have the bits of a prompt that was computed whole.",

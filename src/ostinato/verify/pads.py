@@ -26,7 +26,7 @@ from ostinato.verify.taps import PARTS
 
 INDEX_SLOTS = ("input_ids", "positions", "out_cache_loc", "req_pool_indices")
 LENGTH_SLOTS = ("seq_lens", "seq_lens_cpu")
-EXTEND_SLOTS = ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc")
+EXTEND_SLOTS = ("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "logit_rows")
 NOBODY = -1
 
 
@@ -150,7 +150,10 @@ class _Trial:
             attn_tp_size=topology.attn_tp,
             sharded=sharded,
         )
-        for name, value in (("num_token_non_padded", local), ("global_num_token_non_padded", self.rows)):
+        counts = {"num_token_non_padded": local, "global_num_token_non_padded": self.rows}
+        if played.batch.num_logit_rows is not None:
+            counts["num_logit_rows"] = self.rows
+        for name, value in counts.items():
             held = getattr(view, name).tolist()
             what = f"{name} is {held[0]}, the step has {value} real rows of {width} here, {how}"
             self.out.that(held == [value], f"count {name}", Found(what, slot=name))

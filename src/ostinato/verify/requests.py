@@ -96,9 +96,17 @@ class Requests:
     # ---- batches ----
 
     def batch(
-        self, mode: StepMode, spans: Sequence[Span], *, ids: torch.Tensor | None = None
+        self,
+        mode: StepMode,
+        spans: Sequence[Span],
+        *,
+        ids: torch.Tensor | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> ForwardBatch:
-        """Tokens [first, first + count) of each request, in this order; ids: other tokens in their place."""
+        """Tokens [first, first + count) of each request, in this order; ids: other tokens in their place.
+
+        wanted: rows of a prefill that come out; all when None.
+        """
         if not spans:
             return idle_batch(mode)
         positions = [torch.arange(first, first + count) for _, first, count in spans]
@@ -108,7 +116,7 @@ class Requests:
         if mode is StepMode.DECODE:
             return decode_batch(ids, [first + 1 for _, first, _ in spans], rows, slots)
         counts, firsts = [count for _, _, count in spans], [first for _, first, _ in spans]
-        return extend_batch(ids, counts, firsts, rows, slots, mode=mode)
+        return extend_batch(ids, counts, firsts, rows, slots, mode=mode, logit_rows=wanted)
 
     def ids(self, spans: Sequence[Span]) -> torch.Tensor:
         """The requests' own tokens there."""

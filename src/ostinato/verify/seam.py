@@ -22,6 +22,7 @@ from ostinato.engine.worker import Worker
 from ostinato.graphs.slots import FillContext
 from ostinato.graphs.stream import Stream
 from ostinato.models.decoder import CausalLM
+from ostinato.models.parts import KeptRows
 from ostinato.verify.stage import Runner
 
 Filled = Callable[[ForwardBatch, ForwardBatch | None, FillContext], None]
@@ -152,6 +153,8 @@ class _Attention:
     inner: Any
     behind: Behind
 
-    def forward(self, stream: Stream, x: torch.Tensor, view: Any, out: torch.Tensor) -> None:
-        self.inner.forward(stream, x, view, out)
-        self.behind(stream, x, view.num_token_non_padded, out)
+    def forward(
+        self, stream: Stream, x: torch.Tensor, view: Any, out: torch.Tensor, kept: KeptRows | None = None
+    ) -> None:
+        self.inner.forward(stream, x, view, out, kept)
+        self.behind(stream, x, view.num_token_non_padded if kept is None else kept.count, out)

@@ -172,14 +172,16 @@ class Stage:
         *,
         before: Callable[[Runner], None] | None = None,
         ids: torch.Tensor | None = None,
+        wanted: Sequence[int] | None = None,
     ) -> Played:
         """Run one step: alone, which is eager and as narrow as can be; or as wide as the bucket, eager or replayed.
 
-        before: called with the runner when nothing but the step itself is left to do. ids: other tokens.
+        before: called with the runner when nothing but the step itself is left to do. ids: other tokens. wanted: rows
+        of a prefill that come out, before zeros; all when None.
         """
         if way == "replay":
             self.ready(mode, bucket)
-        runner, batch = self.runner(mode), self.requests.batch(_step(mode), parts, ids=ids)
+        runner, batch = self.runner(mode), self.requests.batch(_step(mode), parts, ids=ids, wanted=wanted)
         shape = self._shape(mode, counts, len(parts), bucket, way)
         if before is not None:
             before(runner)

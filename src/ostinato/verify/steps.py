@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -112,6 +113,23 @@ def chunks(stage: Stage, cell: CellId) -> Outcome:
                 out.same(
                     "chunks", _rows(want, *where), next(pieces), "between a prompt whole and in two chunks"
                 )
+    _clean(stage, whole)
+    return out
+
+
+def wanted(stage: Stage, cell: CellId) -> Outcome:
+    """A prefill of which all rows come out, the last of each request, some in another order, and none."""
+    out, counts = Outcome(), stage.counts(cell)
+    parts = stage.parts(cell, counts[stage.group])
+    way: Way = "replay" if stage.captures(cell.mode) else "eager"
+    whole = stage.play(cell.mode, parts, counts, cell.bucket, way)
+    ends = list(accumulate(count for _, _, count in parts))
+    every = range(counts[stage.group])
+    for rows in ([end - 1 for end in ends], [*every][::-2], []):
+        played = stage.play(cell.mode, parts, counts, cell.bucket, way, wanted=rows)
+        want = replace(whole, rows=torch.zeros_like(whole.rows), taps=None)
+        want.rows[: len(rows)] = whole.rows[rows]
+        out.same("wanted", want, played, f"between all rows of a prefill and {len(rows)} wanted ones")
     _clean(stage, whole)
     return out
 

@@ -13,7 +13,7 @@ import torch
 
 from ostinato.graphs.stream import Stream
 from ostinato.models.decoder import CausalLM
-from ostinato.models.parts import DecoderView
+from ostinato.models.parts import DecoderView, KeptRows
 
 PARTS = ("attention", "feed-forward")
 
@@ -95,8 +95,15 @@ class _TappedAttention:
     taps: Taps
     index: int
 
-    def forward(self, stream: Stream, x: torch.Tensor, view: DecoderView, out: torch.Tensor) -> None:
-        self.inner.forward(stream, x, view, out)
+    def forward(
+        self,
+        stream: Stream,
+        x: torch.Tensor,
+        view: DecoderView,
+        out: torch.Tensor,
+        kept: KeptRows | None = None,
+    ) -> None:
+        self.inner.forward(stream, x, view, out, kept)
         self.taps.keep(stream, 2 * self.index, out)
 
 
