@@ -27,6 +27,7 @@ LAYER = 1
 ONE_RANK: dict[str, tuple[str, str, dict[str, Any]]] = {
     "raw-count": ("pads", DECODE, {"slot": "num_token_non_padded"}),
     "frozen-count": ("pads", FULL, {"slot": "num_token_non_padded"}),
+    "frozen-wanted": ("wanted", FULL, {"row": 4}),
     "stale-ids": ("pads", DECODE, {"slot": "input_ids", "row": 5}),
     "stale-positions": ("pads", DECODE, {"slot": "positions", "row": 5}),
     "stale-kv-slots": ("pads", FULL, {"slot": "out_cache_loc", "row": 5}),
@@ -87,7 +88,13 @@ def test_a_fault_is_found_and_its_place_named(name: str, engine: Engine) -> None
 def test_nothing_is_left_of_a_fault(engine: Engine) -> None:
     assert found(engine, "pads", DECODE, Injection(fault_named("pads-write"), 0, 0))
     assert found(engine, "graphs", BROKEN, Injection(fault_named("weak-reference"), 0, 0))
-    for check, cell in (("pads", DECODE), ("pads", FULL), ("graphs", BROKEN), ("hosts", DECODE)):
+    for check, cell in (
+        ("pads", DECODE),
+        ("pads", FULL),
+        ("wanted", FULL),
+        ("graphs", BROKEN),
+        ("hosts", DECODE),
+    ):
         assert found(engine, check, cell, None) == []
 
 

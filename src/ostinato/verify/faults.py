@@ -61,6 +61,18 @@ def _frozen_count(seam: Seam, layer: int) -> None:
     seam.inputs(count)
 
 
+def _frozen_wanted(seam: Seam, layer: int) -> None:
+    """As many rows leave the last layer as in the first prefill of that width."""
+    first: dict[int, int] = {}
+
+    def count(view: ForwardBatch, before: object, ctx: FillContext) -> None:
+        if view.num_logit_rows is not None:
+            count = int(view.num_logit_rows)
+            view.num_logit_rows.fill_(first.setdefault(ctx.padded_num_tokens, count))
+
+    seam.inputs(count)
+
+
 def _idle_counted(seam: Seam, layer: int) -> None:
     """A rank without rows counts those that it runs beside the others."""
 
@@ -327,6 +339,7 @@ def _early_return(seam: Seam, layer: int) -> None:
 FAULTS: tuple[Fault, ...] = (
     Fault("raw-count", "F2 F17", "the count of real rows is localised by the raw width", _raw_count),
     Fault("frozen-count", "F9 F15", "the count of real rows is the one of the first step", _frozen_count),
+    Fault("frozen-wanted", "F9 F15", "the count of wanted rows is the one of the first step", _frozen_wanted),
     Fault("stale-ids", "F12", "input ids of pads are an earlier step's", _stale("input_ids")),
     Fault("stale-positions", "F10", "positions of pads are an earlier step's", _stale("positions")),
     Fault("stale-kv-slots", "F22", "KV slots of pads are an earlier step's", _stale("out_cache_loc")),
