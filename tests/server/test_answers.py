@@ -131,6 +131,10 @@ def test_metrics(server: Server, until: Callable[..., None]) -> None:
 
     before = {name: server.metric(name) for name in COUNTERS}
     decoded = rows(kind="decode")
+    *layers, last = sorted(
+        {sample.labels["layer"] for sample in server.samples("expert_tokens_total")}, key=int
+    )
+    chosen = load(last)
     prompt = 2 * PROMPT  # more than a page, so that the second request finds a prefix
     body = {"prompt": prompt, "max_tokens": 9, "n": 2, "ignore_eos": True}
     server.post("/v1/completions", body)
@@ -147,11 +151,12 @@ def test_metrics(server: Server, until: Callable[..., None]) -> None:
     assert added["e2e_request_latency_seconds_count"] == 4
     assert added["inter_token_latency_seconds_count"] == 32
     real = rows()
-    layers = {sample.labels["layer"] for sample in server.samples("expert_tokens_total")}
     assert real > 0
-    # Two experts for each real row of each layer, pads and warm-ups never: the load's sum is exact.
-    for layer in layers:
-        assert load(layer) == 2 * real
+    # Two experts for each real row of each layer, pads and warm-ups never: the load's sum is exact. The last layer's
+    # rows are those that choose a token.
+    assert {load(layer) for layer in layers} == {2 * real}
+    assert load(last) - chosen == 2 * added["generation_tokens_total"]
+    for layer in (*layers, last):
         assert server.metric("expert_load_imbalance", layer=layer) >= 1
     assert server.metric("steps_total", how="replays") > 0
     assert server.metric("prefix_cache_queries_total") >= server.metric("prefix_cache_hits_total") > 0
