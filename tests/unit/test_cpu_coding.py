@@ -17,7 +17,7 @@ from ostinato.models.loader import BLOCK_BYTES, WeightSource
 from ostinato.models.weights import Cut, Part, StoredWeight
 from ostinato.ops.cpu.coding import VB, codes_by_16, codes_by_64
 from ostinato.ops.cpu.compile import Compiler
-from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE, select_isa
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, MOST_TILE_ROWS, PORTABLE, select_isa
 from ostinato.ops.cpu.lane_kinds import Float32, Kind
 from ostinato.ops.cpu.linear import LinearWeights
 from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
@@ -112,7 +112,7 @@ def test_products_have_the_bits_of_plain_weights(
         packed = ops.pack_gated(weight) if gated else ops.pack_linear(weight, out_dtype=torch.float32)
         assert packed.panels.coded == (coding == "auto")
         found = []
-        for rows in (*range(1, 14), 50):
+        for rows in (*range(1, 14), 50, MOST_TILE_ROWS, MOST_TILE_ROWS + 1):
             x = draw(rows, shape[1], seed=rows) * 50
             x[0, 0] = torch.inf
             out = torch.empty(rows, packed.out_features, dtype=torch.bfloat16 if gated else torch.float32)

@@ -67,7 +67,16 @@ def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "outputs", "columns"),
-    [(1, 1, 1), (3, 33, 7), (5, 64, 130), (13, 70, 64), (30, 40, 1030), (4, 32, 384)],
+    [
+        (1, 1, 1),
+        (3, 33, 7),
+        (5, 64, 130),
+        (13, 70, 64),
+        (30, 40, 1030),
+        (4, 32, 384),
+        (96, 64, 140),
+        (205, 40, 70),
+    ],
 )
 def test_products(isa: str, dtype: torch.dtype, rows: int, outputs: int, columns: int) -> None:
     """The integer sum is exact; the two scales multiply it in the stated order."""

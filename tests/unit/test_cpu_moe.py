@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from ostinato.errors import ConfigError
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
-from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, PORTABLE
+from ostinato.ops.cpu.isa import AVX2, AVX512_BF16, MOST_TILE_ROWS, PORTABLE
 from ostinato.ops.cpu.launch import Runtime, open_runtime
 from ostinato.ops.cpu.moe import TURNS
 from ostinato.ops.cpu.moe_rows import BY_PANEL
@@ -98,6 +98,7 @@ def exact(case: Case, on_input: bool) -> torch.Tensor:
         (3, 48, 80, 60, 2),
         (2, 2048, 17, 9, 1),
         (33, 40, 24, 5, 8),
+        (3, 40, 24, 2 * MOST_TILE_ROWS, 2),  # one tile of some experts, two of others
         (2, 2 * THREADS * TURNS * PANEL + 1, 24, 72, 2),  # rows enough to go panel by panel
     ],
 )

@@ -17,7 +17,7 @@ from ostinato.ops.cpu.linear import activation_dtype, check_rows, stride_bytes
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
-from ostinato.ops.cpu.tile_choice import tile_function
+from ostinato.ops.cpu.tile_choice import tile_function, tile_rows
 from ostinato.ops.cpu.tiles import PANEL, TILE_ARGUMENTS
 from ostinato.ops.opset import PackedExperts
 
@@ -159,7 +159,7 @@ class MoeExperts:
         tile = tile_function(experts.dtype, runtime.isa, coded=experts.down.coded)
         return {
             moe_rows.TILE: runtime.compiler.address(tile, TILE_ARGUMENTS),
-            moe_rows.TILE_ROWS: runtime.isa.tile_rows,
+            moe_rows.TILE_ROWS: tile_rows(runtime.isa, coded=experts.down.coded),
             moe_rows.EXPERTS: experts.num_experts,
             moe_rows.HIDDEN_SIZE: experts.hidden_size,
             moe_rows.INTERMEDIATE: experts.intermediate_size,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from ostinato.ops.cpu.epilogue import GATED, store_tile
 from ostinato.ops.cpu.intrinsics import call_prepare, call_tile, stack_scratch
+from ostinato.ops.cpu.isa import MOST_TILE_ROWS
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
     FIRST_FIELD,
@@ -32,7 +33,7 @@ STREAM_BYTES = 64 * 1024  # of panels in a task of few rows
 AHEAD = 6144  # bytes that a streamed panel is asked for ahead of use
 TILES_PER_TASK = 4
 TASKS_PER_THREAD = 8
-SUMS = 256  # offset of the sums in a worker's scratch, behind the row addresses
+SUMS = 8 * MOST_TILE_ROWS  # offset of the sums in a worker's scratch, behind the row addresses
 
 (
     TILE,  # address of the tile function

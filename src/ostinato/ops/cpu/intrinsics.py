@@ -10,11 +10,14 @@ from typing import Any
 
 from llvmlite import ir
 
+from ostinato.ops.cpu.isa import MOST_TILE_ROWS
 from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import I8, I32, I64, POINTER
 
 _Signature = tuple[Any, Any]
-SCRATCH_BYTES = 3584
+SCRATCH_BYTES = (
+    8 + 4 * 32
+) * MOST_TILE_ROWS  # addresses and sums of a tile's rows, over a panel of 32 columns
 
 
 def _call(builder: Any, address: Any, *args: Any) -> None:

@@ -21,6 +21,8 @@ AVX2 = "avx2"
 PORTABLE = "portable"
 _DOT_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512bf16", "avx512vnni")
 _AVX2_FEATURES = ("avx2", "fma")
+MOST_TILE_ROWS = 96
+"""Of any path: what a worker's scratch has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Isa:
     """One set of kernels.
 
     dot_products: bf16 and int8 dot-product instructions of 512 bits are there.
-    tile_rows:    most rows of a matrix tile; their sums are in the vector registers, by groups of rows on `avx2`.
+    tile_rows:    most rows of a matrix tile (see also `tile_choice`); their sums are in the vector registers, by groups
+                  of rows on `avx2`.
     byte_tables:  bytes are looked up in a table of 16, as decoding coded weights does.
     """
 

@@ -16,7 +16,7 @@ from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime, Streamed
 from ostinato.ops.cpu.packing import Panels
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, RowFunction, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
-from ostinato.ops.cpu.tile_choice import tile_function
+from ostinato.ops.cpu.tile_choice import tile_function, tile_rows
 from ostinato.ops.cpu.tiles import TILE_ARGUMENTS
 from ostinato.ops.opset import PackedLinear
 
@@ -126,7 +126,7 @@ class Linear:
         tile = tile_function(panels.dtype, runtime.isa, coded=panels.coded)
         return {
             gemm.TILE: runtime.compiler.address(tile, TILE_ARGUMENTS),
-            gemm.TILE_ROWS: runtime.isa.tile_rows,
+            gemm.TILE_ROWS: tile_rows(runtime.isa, coded=panels.coded),
             gemm.WEIGHT: panels.words.data_ptr(),
             gemm.PANELS: panels.num_panels,
             gemm.PANEL_BYTES: panels.panel_bytes,

@@ -1,4 +1,4 @@
-"""Which tile multiplies weights of a dtype on an instruction path.
+"""Which tile multiplies weights of a dtype on an instruction path, and how many rows at most.
 
 Knows nothing of how tiles work. Invariant: one tile for one dtype and path, whatever the shape.
 """
@@ -9,7 +9,7 @@ import torch
 
 from ostinato.ops.cpu.coded_tiles import tile_coded
 from ostinato.ops.cpu.int8_tiles import tile_int8_dot, tile_int8_portable
-from ostinato.ops.cpu.isa import AVX2, Isa
+from ostinato.ops.cpu.isa import AVX2, MOST_TILE_ROWS, Isa
 from ostinato.ops.cpu.narrow_coded import tile_coded_avx2
 from ostinato.ops.cpu.narrow_int8 import tile_int8_avx2
 from ostinato.ops.cpu.narrow_tiles import tile_bf16_avx2, tile_fp32_avx2
@@ -28,3 +28,8 @@ def tile_function(dtype: torch.dtype, isa: Isa, *, coded: bool = False) -> TileF
         return tile_fp32_avx2 if narrow else tile_fp32
     assert dtype == torch.bfloat16, dtype
     return tile_bf16_avx2 if narrow else tile_bf16_dot if isa.dot_products else tile_bf16_portable
+
+
+def tile_rows(isa: Isa, *, coded: bool = False) -> int:
+    """Most rows of a tile: where a tile decodes its panel before it multiplies, many rows share what that costs."""
+    return MOST_TILE_ROWS if coded and isa.name == AVX2 else isa.tile_rows
