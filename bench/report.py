@@ -161,11 +161,11 @@ ostinato to a peer (the best of its modes) within a turn: median (least–most).
 machine during it. Steps, and a prompt, before the timed ones warm up (races before 2026-11-30 11:04 timed the first
 prompt too). The share of the limit is of the least time that reading the weights and the KV cache once, or the
 multiply-adds, could take by the bandwidth and the peak measured in the same turn: of plain bf16 weights (which lossless
-coding may pass), and of the bytes that ostinato's weights take in memory. A prefill's last layer counts for the row whose
-logits are wanted (since 2026-11-30 19:00; ostinato computed, and the limit counted, all rows before). That bandwidth is
-beside them, least–most:
-memory has more than one state, and peers that multiply slowly lose less in the slow one. ostinato runs through its
-scheduler and sampler, llama.cpp and transformers as bare greedy loops over their forward pass.
+coding may pass), and of the bytes that ostinato's weights take in memory. A prefill's last layer counts for the row
+whose logits are wanted (since 2026-11-30 19:00; ostinato computed, and the limit counted, all rows before). That
+bandwidth is beside them, least–most: memory has more than one state, and peers that multiply slowly lose less in the
+slow one. ostinato runs through its scheduler and sampler, llama.cpp and transformers as bare greedy loops over their
+forward pass.
 """
 
 
