@@ -107,6 +107,23 @@ def test_what_cannot_be_run_is_refused(
         rerun(read_trace(path), None, quiet)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda h, t: t.pop("batch.logit_rows"), "lacks logit_rows"),
+        (lambda h, t: t["batch.logit_rows"].fill_(999), "logit_rows hold"),
+        (lambda h, t: t["batch.num_logit_rows"].fill_(999), "num_logit_rows hold"),
+    ],
+    ids=["none", "rows", "count"],
+)
+def test_wanted_rows_that_are_not_there_are_refused(
+    recorded: Path, tmp_path: Path, change: Callable[[Any, Any], object], said: str
+) -> None:
+    path = changed(pick(recorded, "prefill"), tmp_path / "x.trace", change)
+    with pytest.raises(TraceError, match=said):
+        rerun(read_trace(path), None, quiet)
+
+
 def test_files_that_are_no_traces(recorded: Path, tmp_path: Path) -> None:
     whole = pick(recorded, "decode").read_bytes()
     for name, data in {"empty": b"", "short": whole[: len(whole) // 2], "text": b"hello" * 99}.items():

@@ -65,6 +65,12 @@ def test_rows_that_come_out() -> None:
     assert found == [([0, 1, 2, 3], [4]), ([3, 2, 0, 0], [2]), ([0, 0, 0, 0], [0])]
 
 
+@pytest.mark.parametrize("rows", [[2], [-1], [0, 1, 0]])
+def test_wanted_rows_are_rows_of_the_step(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="of 2 rows"):
+        extend_batch([1, 2], [2], [0], [1], [16, 17], logit_rows=rows)
+
+
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="add up to 3"):
         extend_batch([1, 2], [3], [0], [1], [16, 17])

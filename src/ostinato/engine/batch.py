@@ -143,7 +143,7 @@ def extend_batch(
 
     Rows of a request stand together, in the order of the requests. A decode row of a mixed step is an extend of
     one. `logit_rows`: those whose outputs are wanted, in any order; all when None. `optional` sets further fields of
-    `ForwardBatch`. Raises ValueError when lengths disagree.
+    `ForwardBatch`. Raises ValueError when lengths disagree, and for wanted rows that are not there.
     """
     lens, prefix = _ints(extend_seq_lens), _ints(extend_prefix_lens)
     start = lens.cumsum(0) - lens
@@ -160,7 +160,12 @@ def _logit_rows(count: int, wanted: Sequence[int] | None) -> dict[str, torch.Ten
     if wanted is None:
         rows, number = torch.arange(count), count
     else:
-        rows, number = torch.zeros(count, dtype=torch.int64), len(wanted)
+        number = len(wanted)
+        if number > count or (number and not 0 <= min(wanted) <= max(wanted) < count):
+            raise ValueError(
+                f"logit_rows asks for {list(wanted)} of {count} rows; name each of them once at most"
+            )
+        rows = torch.zeros(count, dtype=torch.int64)
         rows[:number] = torch.tensor(wanted, dtype=torch.int64)
     return {"logit_rows": rows, "num_logit_rows": torch.full((1,), number, dtype=torch.int32)}
 

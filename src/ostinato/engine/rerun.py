@@ -20,7 +20,7 @@ from ostinato.engine.batch import ForwardBatch, capture_batch, decode_batch, ext
 from ostinato.engine.engine import Engine
 from ostinato.engine.progress import Report
 from ostinato.engine.shadow import Named, real_outputs, told
-from ostinato.engine.trace import Trace, checkpoint_identity
+from ostinato.engine.trace import EXTEND_FIELDS, Trace, checkpoint_identity
 from ostinato.engine.worker import Worker
 from ostinato.errors import TraceError
 from ostinato.graphs.audit import Difference, first_difference
@@ -162,6 +162,9 @@ def _restore(trace: Trace, worker: Worker) -> ForwardBatch:
     where = rows["req_pool_indices"], rows["out_cache_loc"]
     if not trace.shape.mode.is_extend:
         return decode_batch(rows["input_ids"], rows["seq_lens"], *where)
+    lacking = [name for name in EXTEND_FIELDS if name not in rows]
+    if lacking:
+        raise TraceError(f"the trace lacks {', '.join(lacking)} of a prefill; it is damaged")
     lens, prefix = rows["extend_seq_lens"], rows["extend_prefix_lens"]
     wanted = rows["logit_rows"][: int(rows["num_logit_rows"])].tolist()
     return extend_batch(rows["input_ids"], lens, prefix, *where, mode=trace.shape.mode, logit_rows=wanted)

@@ -37,16 +37,14 @@ MAX_TRACES = 16
 MAX_TRACE_BYTES = 512 << 20
 _KEY = "ostinato"
 _HEADER = ("shape", "outputs", "model", "config", "parallel", "kernels", "versions", "left_out", "where")
+EXTEND_FIELDS = ("extend_seq_lens", "extend_prefix_lens", "logit_rows", "num_logit_rows")
 _BATCH_FIELDS = (
     "input_ids",
     "positions",
     "out_cache_loc",
     "req_pool_indices",
     "seq_lens",
-    "extend_seq_lens",
-    "extend_prefix_lens",
-    "logit_rows",
-    "num_logit_rows",
+    *EXTEND_FIELDS,
 )
 
 

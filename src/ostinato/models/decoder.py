@@ -69,9 +69,8 @@ class CausalLM:
             kept = _kept(view) if i == last else None
             layer.attention.forward(stream, normed, view, delta, kept)
             if kept is not None:
-                stream.launch(
-                    self.ops.gather_rows, residual, kept.rows, normed
-                )  # attention has read what lay there
+                # Into the place of what attention has read.
+                stream.launch(self.ops.gather_rows, residual, kept.rows, normed)
                 residual, normed, live = normed, residual, kept.count
             layer.post_norm.add_and_apply(stream, delta, residual, live, normed)
             layer.ffn.forward(stream, normed, live, delta)

@@ -15,9 +15,8 @@ from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import I8, I32, I64, POINTER
 
 _Signature = tuple[Any, Any]
-SCRATCH_BYTES = (
-    8 + 4 * 32
-) * MOST_TILE_ROWS  # addresses and sums of a tile's rows, over a panel of 32 columns
+SCRATCH_BYTES = MOST_TILE_ROWS * (8 + 4 * 32)
+"""Addresses of a tile's rows, and their sums over a panel of 32 columns."""
 
 
 def _call(builder: Any, address: Any, *args: Any) -> None:
