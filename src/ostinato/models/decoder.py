@@ -107,7 +107,7 @@ class CausalLM:
 
 
 def _kept(view: DecoderView) -> KeptRows | None:
-    """The rows that leave the last layer, where they are not all."""
+    """The rows that leave the last layer, where the step names them."""
     if view.logit_rows is None:
         return None
     assert view.num_logit_rows is not None, "rows that go on alone come with their count"
