@@ -186,6 +186,7 @@ def _raise_maximum(
 
     (highest,) = lanes.loop(b.sub(high, low), [lanes.floats(LOWEST)], peak)
     before = lanes.load(state)
+    lanes.barrier()  # else LLVM stores under a mask only lanes that rise, which is slow where it is microcode (AVX2)
     maximum = lanes.max(before, b.fmul(lanes.max_lanes(highest), scale))
     lanes.store(maximum, state)
     lanes.store(lanes.exp2(b.fsub(before, maximum)), lanes.at(state, 128))

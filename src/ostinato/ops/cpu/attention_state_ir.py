@@ -105,6 +105,7 @@ def merge_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     def row(r: Value) -> None:
         here, there = (lanes.at(base, lanes.times(r, STATE_BYTES)) for base in (state, more))
         old, new = lanes.load(here), lanes.load(there)
+        lanes.barrier()  # see `_raise_maximum`
         maximum = lanes.max(old, new)
         keep, take = lanes.exp2(b.fsub(old, maximum)), lanes.exp2(b.fsub(new, maximum))
 
