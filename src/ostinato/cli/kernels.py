@@ -24,10 +24,10 @@ from ostinato.config import EngineConfig
 from ostinato.engine.progress import bars
 from ostinato.errors import ConfigError
 from ostinato.kv.pool import KVLayout, KVPool
-from ostinato.ops.cpu.ceilings import arithmetic_ceiling, read_ceiling
+from ostinato.ops.cpu.ceilings import arithmetic_ceiling, read_ceilings
 from ostinato.ops.cpu.coded_packing import CodedPacker
 from ostinato.ops.cpu.experts import ExpertWeights, MoeExperts
-from ostinato.ops.cpu.huge_pages import mapped_zeros, prefer_huge_pages
+from ostinato.ops.cpu.huge_pages import HUGE_PAGE, mapped_zeros, prefer_huge_pages
 from ostinato.ops.cpu.launch import Launch, Runtime, open_runtime
 from ostinato.ops.cpu.linear import Linear, LinearWeights
 from ostinato.ops.cpu.packing import Packer, Panels, pack_bias
@@ -182,9 +182,10 @@ def attention_cases(runtime: Runtime, shapes: KernelShapes) -> Iterator[Case]:
         layers = max(2, min(64, shapes.cold_bytes // num_bytes))
         layout = KVLayout(layers, kv_heads, dim, torch.bfloat16, 16)
         pages = -(-tokens // 16)
-        pool = KVPool(
-            layout, num_pages=1 + requests * pages, max_requests=requests, max_pages_per_request=pages
-        )
+        room = max(
+            1 + requests * pages, HUGE_PAGE // (2 * kv_heads * dim * 16)
+        )  # in huge pages, as an engine's
+        pool = KVPool(layout, num_pages=room, max_requests=requests, max_pages_per_request=pages)
         for row in range(requests):
             pool.write_row(row + 1, 0, range(1 + row * pages, 1 + (row + 1) * pages))
         for part in (*pool.k, *pool.v):
@@ -223,7 +224,7 @@ def _measure(runtime: Runtime, cases: list[Case], rounds: int, cold_bytes: int) 
     buffer = torch.empty(2 * cold_bytes + 8192, dtype=torch.uint8)
     prefer_huge_pages(buffer)
     buffer = buffer[-buffer.data_ptr() % 64 :].zero_()
-    read, read_bytes = read_ceiling(runtime, buffer)
+    reads, read_bytes = read_ceilings(runtime, buffer)
     arithmetic = {dtype: arithmetic_ceiling(runtime, dtype) for dtype in {case.dtype for case in cases}}
     bandwidths: list[float] = []
     peaks: dict[torch.dtype, list[float]] = {dtype: [] for dtype in arithmetic}
@@ -234,7 +235,7 @@ def _measure(runtime: Runtime, cases: list[Case], rounds: int, cold_bytes: int) 
             report("kernels", number + 1, rounds + 1)
             for case in cases:
                 # Reading comes first: it also drives what the kernel reads out of the caches.
-                bandwidth = read_bytes / _seconds([read])
+                bandwidth = read_bytes / min(_seconds([read]) for read in reads)
                 peak, operations = arithmetic[case.dtype]
                 rate = operations / _seconds([peak])
                 spent = _seconds(case.launches) / len(case.launches)
