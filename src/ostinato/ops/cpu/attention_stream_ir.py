@@ -48,15 +48,7 @@ def _stream(
 
         lanes.each(b.sub(high, low), over_pages)
 
-    done = b.append_basic_block("streamed")
-    choice = b.switch(n, done)
-    for count in range(1, STREAM_ROWS + 1):
-        block = b.append_basic_block(f"stream_{count}")
-        choice.add_case(lanes.i64(count), block)
-        b.position_at_end(block)
-        of_rows(count)
-        b.branch(done)
-    b.position_at_end(done)
+    lanes.cases(n, range(1, STREAM_ROWS + 1), of_rows)
 
 
 def score_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:

@@ -11,10 +11,7 @@ operations in every kind of tile and on every instruction set.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from llvmlite import ir
 
 from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.vector_ir import F32, I64, VF, VH, Lanes, Value
@@ -78,18 +75,6 @@ class EpilogueEmitter:
             ),
         )
 
-    def by_kind(self, kind: Value, body: Callable[[int], None], kinds: tuple[int, ...] = _KINDS) -> None:
-        b = self.lanes.b
-        done = b.append_basic_block("stored")
-        choice = b.switch(kind, done)
-        for k in kinds:
-            block = b.append_basic_block(f"kind_{k}")
-            choice.add_case(ir.Constant(I64, k), block)
-            b.position_at_end(block)
-            body(k)
-            b.branch(done)
-        b.position_at_end(done)
-
     def store(self, kind: Value, args: list[Value], width: Value) -> None:
         """All rows of a tile; whole panels without masks."""
         lanes, b = self.lanes, self.lanes.b
@@ -103,7 +88,7 @@ class EpilogueEmitter:
                     low = lanes.lanes_below(width)
                     self.rows(k, args, [low, lanes.lanes_below(b.sub(width, lanes.i64(16)))])
 
-        self.by_kind(kind, one_kind)
+        self.lanes.cases(kind, _KINDS, one_kind)
 
     def combine(
         self, places: Value, weights: Value, slots: Value, results: Value, ahead: Value
@@ -189,7 +174,7 @@ def combine_slots(
                 place = lanes.at(out, (64 if fp32 else 32) * j)
                 emitter.write(value, place, fp32, masks[j])
 
-        emitter.by_kind(kind, one_kind, _KINDS[:2])
+        emitter.lanes.cases(kind, _KINDS[:2], one_kind)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 8), emit
@@ -218,7 +203,7 @@ def scale_row(typing_context: Any, source: Any, weight: Any, out: Any, fp32: Any
 
             lanes.each(blocks, block)
 
-        emitter.by_kind(fp32, one_kind, (0, 1))
+        emitter.lanes.cases(fp32, (0, 1), one_kind)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), emit

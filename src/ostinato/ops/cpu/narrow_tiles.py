@@ -113,15 +113,9 @@ class NarrowTileEmitter:
             (row,) = carried
             left = b.sub(groups, g)
             n = b.sdiv(lanes.at(b.sub(tile.count, row), b.sub(left, lanes.i64(1))), left)
-            done = b.append_basic_block("group_done")
-            choice = b.switch(n, done)
-            for rows in range(1, _MOST_ROWS + 1):
-                case = b.append_basic_block(f"rows_{rows}")
-                choice.add_case(lanes.i64(rows), case)
-                b.position_at_end(case)
-                self.rows(tile, block, row, rows, (groups, g))
-                b.branch(done)
-            b.position_at_end(done)
+            lanes.cases(
+                n, range(1, _MOST_ROWS + 1), lambda rows: self.rows(tile, block, row, rows, (groups, g))
+            )
             return [b.add(row, n)]
 
         lanes.loop(groups, [lanes.i64(0)], group)

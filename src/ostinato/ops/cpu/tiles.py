@@ -38,16 +38,7 @@ class TileEmitter:
         the scratch tile; and what to ask memory for on the way: a step asks for two lines at `ahead` + k *
         `stride`.
         """
-        b = self.lanes.b
-        done = b.append_basic_block("tile_done")
-        choice = b.switch(count, done)
-        for n in range(1, self.most_rows + 1):
-            block = b.append_basic_block(f"tile_{n}")
-            choice.add_case(ir.Constant(I64, n), block)
-            b.position_at_end(block)
-            self.tile(n, *args)
-            b.branch(done)
-        b.position_at_end(done)
+        self.lanes.cases(count, range(1, self.most_rows + 1), lambda n: self.tile(n, *args))
 
     def tile(
         self,

@@ -10,7 +10,7 @@ generic operations.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llvmlite import binding, ir
@@ -184,22 +184,26 @@ class Lanes:
 
         self.loop(count, [], step)
 
+    def cases(self, value: Value, keys: Iterable[int], body: Callable[[int], None]) -> None:
+        """`body(key)` where `value` (i64) is that one of the keys; nothing where it is none."""
+        b = self.b
+        done = b.append_basic_block("cases_done")
+        choice = b.switch(value, done)
+        for key in keys:
+            block = b.append_basic_block(f"case_{key}")
+            choice.add_case(self.i64(key), block)
+            b.position_at_end(block)
+            body(key)
+            b.branch(done)
+        b.position_at_end(done)
+
     def rows(self, count: Value, most: int, body: Callable[[Value, int], None]) -> None:
         """`body(first_row, n)` over all rows: blocks of `most`, then one of the rows left over."""
         b = self.b
         full = b.sdiv(count, self.i64(most))
         self.each(full, lambda i: body(self.times(i, most), most))
         first = self.times(full, most)
-        left = b.sub(count, first)
-        done = b.append_basic_block("rows_done")
-        choice = b.switch(left, done)
-        for n in range(1, most):
-            block = b.append_basic_block(f"rows_{n}")
-            choice.add_case(self.i64(n), block)
-            b.position_at_end(block)
-            body(first, n)
-            b.branch(done)
-        b.position_at_end(done)
+        self.cases(b.sub(count, first), range(1, most), lambda n: body(first, n))
 
     def column_groups(self, dim: Value, columns: Callable[[int, Value, Value | None], None]) -> None:
         """`columns(vectors, first, tail_mask)` over `dim` values: groups of 4 vectors, then what is left."""
@@ -209,15 +213,11 @@ class Lanes:
         first = self.times(full, 4 * LANES)
         left = b.sub(dim, first)
         vectors = b.sdiv(self.at(left, LANES - 1), self.i64(LANES))
-        done = b.append_basic_block("columns_done")
-        choice = b.switch(vectors, done)
-        for n in range(1, 5):
-            block = b.append_basic_block(f"columns_{n}")
-            choice.add_case(self.i64(n), block)
-            b.position_at_end(block)
+
+        def rest(n: int) -> None:
             columns(n, first, self.lanes_below(self.at(left, -LANES * (n - 1))))
-            b.branch(done)
-        b.position_at_end(done)
+
+        self.cases(vectors, range(1, 5), rest)
 
     # -- arithmetic ----------------------------------------------------------------------------------------
 
