@@ -31,7 +31,7 @@ from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 L2_BYTES = 128 * 1024  # of panels that many rows pass over
 STREAM_BYTES = 64 * 1024  # of panels in a task of few rows
 AHEAD = 6144  # bytes that a streamed panel is asked for ahead of use
-TILES_PER_TASK = 4
+BLOCK_ROWS = 48  # of a task of many rows; those of one tile where it has more
 TASKS_PER_THREAD = 8
 SUMS = 8 * MOST_TILE_ROWS  # offset of the sums in a worker's scratch, behind the row addresses
 
@@ -207,7 +207,7 @@ def gemm_entry(p: int) -> None:
     tiles = max(tiles_of(live, tile_rows), 1)
     block = (live + tiles - 1) // tiles
     if tiles > 1:
-        block *= TILES_PER_TASK
+        block *= max(BLOCK_ROWS // tile_rows, 1)
     blocks = (live + block - 1) // block if live > 0 else 1
     share = max(threads * TASKS_PER_THREAD // blocks, 1)
     group = panel_group(live, tile_rows, panels, load_i64(p + 8 * PANEL_BYTES), share)
