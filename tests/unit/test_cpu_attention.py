@@ -7,6 +7,7 @@ steps of 2**-8 each at most).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ class Step:
     parts: tuple[tuple[int, int, int], ...]
     mode: StepMode
     pads: int = 0
+    wanted: tuple[int, ...] | None = None
 
     @property
     def rows(self) -> int:
@@ -87,12 +89,17 @@ def run(backend: Any, kv: KVPool, data: list[list[torch.Tensor]], layer: Attenti
     q, k, v = (torch.cat([x, x.new_full((step.pads, *x.shape[1:]), torch.nan)]) for x in parts)
     slots = [kv.slots(r, torch.arange(start, stop)) for r, start, stop in step.parts]
     requests = torch.tensor([r for r, _, _ in step.parts])
+    wanted: dict[str, Any] = {"logit_rows": None, "num_logit_rows": None}
+    if step.wanted is not None:
+        wanted["logit_rows"] = torch.tensor([*step.wanted, *[0] * (len(q) - len(step.wanted))])
+        wanted["num_logit_rows"] = torch.tensor([len(step.wanted)], dtype=torch.int32)
     view: Any = SimpleNamespace(
         mode=step.mode,
         out_cache_loc=torch.cat([*slots, torch.zeros(step.pads, dtype=torch.int64)]),
         req_pool_indices=requests,
         seq_lens_cpu=torch.tensor([stop for _, _, stop in step.parts]),
         extend_seq_lens=torch.tensor([stop - start for _, start, stop in step.parts]),
+        **wanted,
     )
     shape = StepShape(
         step.mode, (step.rows,), len(step.parts), step.rows + step.pads, len(step.parts) + step.pads
@@ -138,6 +145,40 @@ def test_prefill_and_decode_match_the_reference(
     decoded = run(backend, packed, data, layer, last)
     assert not decoded[len(LENGTHS) :].any()
     assert torch.equal(decoded[: len(LENGTHS)], got[torch.tensor(LENGTHS).cumsum(0) - 1])
+
+
+@pytest.mark.parametrize(
+    "wanted", [(), (0, 17, 167, 697), (697,), (100, 18, 99), (1, 0), range(698)], ids=len
+)
+@pytest.mark.parametrize("start", [0, 9])
+@pytest.mark.parametrize(("isa", "dtype"), PATHS)
+def test_the_last_layer_attends_from_each_first_wanted_row_on(
+    isa: str, dtype: torch.dtype, start: int, wanted: Sequence[int]
+) -> None:
+    """The same bits and the same pages as for all rows, and nothing is done for rows that nobody wants."""
+    data, kinds = sequences(4, 2, 32, dtype), (AttentionLayer(0, 0.2), AttentionLayer(0, 0.2, is_last=True))
+    starts = [min(start, n - 1) for n in LENGTHS]
+    rows = [n - s for n, s in zip(LENGTHS, starts, strict=True)]
+    ends = torch.tensor(rows).cumsum(0)
+    named = tuple(row for row in wanted if row < sum(rows))
+    parts = tuple((r + 1, s, n) for r, (s, n) in enumerate(zip(starts, LENGTHS, strict=True)))
+    step = Step(parts, StepMode.EXTEND, pads=3, wanted=named)
+    results = []
+    for layer in kinds:
+        kv = pool(2, 32, dtype)
+        backend = CpuAttention(kv, runtime(isa))
+        run(backend, kv, data, AttentionLayer(0, 0.2), whole())  # what lies before `start`
+        results.append((run(backend, kv, data, layer, step), kv.k[0].clone(), kv.v[0].clone()))
+    (every, *pages), (some, *same_pages) = results
+    for one, other in zip(pages, same_pages, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    goes_on = torch.zeros(len(some), dtype=torch.bool)
+    for first, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+        mine = [row for row in named if first <= row < end]
+        goes_on[min(mine, default=end) : end] = True
+    goes_on[sum(rows) :] = True  # pads are zeros in both
+    assert torch.equal(some[goes_on], every[goes_on])
+    assert some[~goes_on].isnan().all()
 
 
 @pytest.mark.parametrize(("isa", "dtype"), PATHS)

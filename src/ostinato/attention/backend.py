@@ -22,13 +22,16 @@ class AttentionLayer:
     """What one layer asks of the backend. All positions are absolute within the sequence.
 
     A query at position p sees keys at j <= p; with `sliding_window` W only j > p - W; with
-    `attention_chunk_size` C only j // C == p // C. `scale` multiplies the scores.
+    `attention_chunk_size` C only j // C == p // C. `scale` multiplies the scores. `is_last`: of a step that names its
+    `logit_rows` only those go on, so that other rows of `out` may hold anything; their keys and values are cached all
+    the same.
     """
 
     layer_id: int
     scale: float
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,10 @@ class AttentionView(Protocol):
     def extend_seq_lens(self) -> torch.Tensor | None: ...
     @property
     def extend_start_loc(self) -> torch.Tensor | None: ...
+    @property
+    def logit_rows(self) -> torch.Tensor | None: ...
+    @property
+    def num_logit_rows(self) -> torch.Tensor | None: ...
 
 
 class AttentionBackend(Protocol):

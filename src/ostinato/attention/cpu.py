@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,8 +86,11 @@ class CpuAttention:
     def init_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         # Rows of the plan: first query row, query rows, KV length, row of the page table; a column a request.
         self._requests = torch.zeros(4, max_bs, dtype=torch.int64)
+        self._wanted = torch.zeros(
+            4, max_bs, dtype=torch.int64
+        )  # the same from each one's first wanted row on
         self._chunks_done = torch.zeros(max_bs * self._kv.k[0].shape[1], dtype=torch.int64)
-        self._host_plan = self._requests.numpy(), self._counts.numpy()
+        self._host_plan = self._requests.numpy(), self._wanted.numpy(), self._counts.numpy()
         self._one_row_each = np.stack((np.arange(max_bs), np.ones(max_bs, dtype=np.int64)))
         self._kernel.forget()
 
@@ -97,7 +101,7 @@ class CpuAttention:
                 f"attention is planned for {self._requests.shape[1]} requests, the step has {bs}"
             )
         # By numpy, over the same memory: a torch operation on a few integers costs several times as much.
-        plan, counts = self._host_plan
+        plan, wanted, counts = self._host_plan
         if view.mode.is_extend:
             assert view.extend_seq_lens is not None
             lens = view.extend_seq_lens.numpy()[:bs]
@@ -108,6 +112,11 @@ class CpuAttention:
         plan[2, :bs] = view.seq_lens_cpu.numpy()[:bs]
         plan[3, :bs] = view.req_pool_indices.numpy()[:bs]
         counts[:] = bs, shape.raw_num_tokens
+        if view.mode.is_extend and view.logit_rows is not None:
+            assert view.num_logit_rows is not None, "rows that go on alone come with their count"
+            wanted[:, :bs] = plan[:, :bs]
+            rows = view.logit_rows.numpy()[: int(view.num_logit_rows)]
+            _leave_out(wanted[:, :bs], rows)
 
     @property
     def planned_lens(self) -> torch.Tensor:
@@ -123,15 +132,20 @@ class CpuAttention:
         view: AttentionView,
         out: torch.Tensor,
     ) -> None:
-        stream.launch(self._kernel, layer, q, k, v, view.out_cache_loc, out)
+        wanted = layer.is_last and view.logit_rows is not None
+        stream.launch(self._kernel, layer, wanted, q, k, v, view.out_cache_loc, out)
 
     def launch_of(
         self,
         layer: AttentionLayer,
         tensors: Sequence[torch.Tensor],
         kept: tuple[torch.Tensor, ...],
+        *,
+        wanted: bool = False,
     ) -> Launch:
-        """A launch bound to (q, k, v, slots, out), which it keeps alive only as far as they are in `kept`."""
+        """A launch bound to (q, k, v, slots, out), which it keeps alive only as far as they are in `kept`; `wanted`: it
+        leaves out rows of no meaning to the step.
+        """
         q, k, v, slots, out = tensors
         kv_heads, dim = self._kv.k[0].shape[1:]
         _check(q, q.shape[1], dim, self._kv.k[0].dtype)
@@ -141,6 +155,7 @@ class CpuAttention:
         size = q.element_size()
         values = {
             **self._fixed_fields(),
+            field.REQUESTS: (self._wanted if wanted else self._requests).data_ptr(),
             field.Q: q.data_ptr(),
             field.Q_STRIDE: q.stride(0) * size,
             field.OUT: out.data_ptr(),
@@ -170,7 +185,6 @@ class CpuAttention:
         functions = self._library.addresses
         return {
             field.COUNTS: self._counts.data_ptr(),
-            field.REQUESTS: self._requests.data_ptr(),
             field.CAPACITY: self._requests.shape[1],
             field.TABLE: self._kv.page_table.data_ptr(),
             field.TABLE_STRIDE: self._kv.page_table.stride(0) * self._kv.page_table.element_size(),
@@ -209,17 +223,28 @@ class _AttentionKernel:
     def forget(self) -> None:
         self._launches.clear()
 
-    def __call__(self, layer: AttentionLayer, *tensors: torch.Tensor) -> None:
-        key = (layer, *((t.data_ptr(), t.shape, t.stride(0)) for t in tensors))
+    def __call__(self, layer: AttentionLayer, wanted: bool, *tensors: torch.Tensor) -> None:
+        key = (layer, wanted, *((t.data_ptr(), t.shape, t.stride(0)) for t in tensors))
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) >= _MOST_LAUNCHES:
                 self._launches.clear()
-            launch = self._launches[key] = self._backend.launch_of(layer, tensors, kept=())
+            launch = self._launches[key] = self._backend.launch_of(layer, tensors, kept=(), wanted=wanted)
         launch()
 
-    def bind(self, layer: AttentionLayer, *tensors: torch.Tensor) -> Launch:
-        return self._backend.launch_of(layer, tensors, kept=tensors)
+    def bind(self, layer: AttentionLayer, wanted: bool, *tensors: torch.Tensor) -> Launch:
+        return self._backend.launch_of(layer, tensors, kept=tensors, wanted=wanted)
+
+
+def _leave_out(
+    requests: np.ndarray[Any, np.dtype[np.int64]], rows: np.ndarray[Any, np.dtype[np.int64]]
+) -> None:
+    """Let each request (see `init_graph_state`) begin at its first one of `rows` (any order), or have no rows."""
+    starts, ends = requests[0].copy(), requests[0] + requests[1]
+    owners = np.searchsorted(ends, rows, side="right")
+    requests[0] = ends
+    np.minimum.at(requests[0], owners, rows)
+    requests[1] -= requests[0] - starts
 
 
 def _aligned(buffer: torch.Tensor) -> int:

@@ -242,7 +242,11 @@ class _Builder:
             workspace=self.workspace,
             backend=self.attention,
             layer=AttentionLayer(
-                index, config.attention_scale, spec.sliding_window, spec.attention_chunk_size
+                index,
+                config.attention_scale,
+                spec.sliding_window,
+                spec.attention_chunk_size,
+                is_last=index == len(config.layers) - 1,
             ),
             num_heads=q[1] - q[0],
             num_kv_heads=kv[1] - kv[0],

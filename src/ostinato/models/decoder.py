@@ -49,8 +49,8 @@ class CausalLM:
     def forward(self, view: DecoderView, stream: Stream) -> torch.Tensor:
         """Hidden states [T, H] of the T (padded) rows of `view`, the final norm applied; ready for `logits`.
 
-        Where `view` has `logit_rows`, row i is that of `logit_rows[i]`: the last layer's attention reads and caches all
-        rows, and only these go on from there. `attention.plan` must have run for this step. Rows past the real ones are
+        Where `view` has `logit_rows`, row i is that of `logit_rows[i]`: the last layer's attention caches all rows, and
+        only these go on from there. `attention.plan` must have run for this step. Rows past the real ones are
         zero where `view` counts them, else of no meaning; they never influence a real row, whatever the pads of `view`
         hold.
         """

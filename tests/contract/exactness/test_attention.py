@@ -96,6 +96,7 @@ class World:
             req_pool_indices=torch.tensor([r + 1 for r, _, _ in parts]),
             seq_lens_cpu=torch.tensor([b for _, _, b in parts]),
             extend_seq_lens=torch.tensor(sizes),
+            logit_rows=None,
         )
         rows = sum(sizes)
         self.backend.plan(view, StepShape(mode, (rows,), len(parts), rows + pads, len(parts) + pads))
