@@ -75,10 +75,15 @@ class ChatTemplate:
         """
         name = self._choose(template, bool(tools))
         compiled = self._compile(name)
+        # Without what a message leaves empty: most templates print a missing key as nothing, and None as "None".
+        turns = [
+            {key: value for key, value in m.items() if value is not None} for m in check_messages(messages)
+        ]
         context = {
             **self._special,
+            "documents": None,
             **variables,
-            "messages": check_messages(messages),
+            "messages": turns,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
