@@ -226,7 +226,7 @@ def test_malformed_template_entry_is_named(tmp_path: Path, value: object) -> Non
         ChatTemplate.from_dir(tmp_path, config={"chat_template": value})
 
 
-@pytest.mark.parametrize("text", ["{", '"\xff'])
+@pytest.mark.parametrize("text", ["{", '"\xff', "[" * 100_000])
 def test_damaged_template_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "chat_template.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"chat_template.json.*download it again"):

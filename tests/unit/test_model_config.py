@@ -329,7 +329,7 @@ def test_a_directory_without_config(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": '])
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": ', "[" * 100_000, '{"a":' * 100_000])
 def test_a_damaged_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match="download the checkpoint again"):

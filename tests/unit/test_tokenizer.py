@@ -208,10 +208,11 @@ def test_no_tokenizer_says_how_to_get_one(tmp_path: Path) -> None:
         Tokenizer.from_dir(tmp_path)
 
 
-@pytest.mark.parametrize("stem", ["tokenizer", "tokenizer_config", "special_tokens_map"])
-def test_damaged_file_is_named_in_one_line(tmp_path: Path, stem: str) -> None:
+@pytest.mark.parametrize("text", ['{"a": ', "[" * 100_000], ids=["cut", "deep"])
+@pytest.mark.parametrize("stem", ["tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens"])
+def test_damaged_file_is_named_in_one_line(tmp_path: Path, stem: str, text: str) -> None:
     root = make_dir(tmp_path)
-    (root / f"{stem}.json").write_text('{"a": ')
+    (root / f"{stem}.json").write_text(text)
     with pytest.raises(ModelError, match=rf"{stem}.json.*download it again") as info:
         Tokenizer.from_dir(root)
     assert "\n" not in str(info.value)

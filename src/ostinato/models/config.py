@@ -166,7 +166,7 @@ def parse_config(
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object; download the checkpoint again")

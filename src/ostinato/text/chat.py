@@ -184,7 +184,7 @@ def _read_legacy(file: Path) -> dict[str, str]:
     """`chat_template.json`: `{"chat_template": ...}`."""
     try:
         value = json.loads(_read_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{str(file)!r} is not JSON ({_one_line(error)}); download it again") from None
     return named_sources(value.get("chat_template") if isinstance(value, Mapping) else None, where=file.name)
 

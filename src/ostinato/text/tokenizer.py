@@ -154,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{str(path)!r} is not JSON ({_one_line(error)}); download it again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{str(path)!r} holds a {type(value).__name__}, not an object; download it again")
