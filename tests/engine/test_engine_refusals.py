@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,41 @@ def test_what_a_checkpoint_recommends(tmp_path: Path, make_llm: Any) -> None:
     advice.write_text('{"top_k": -5}')
     with pytest.raises(ModelError, match=r"generation_config\.json: top_k must be between 0 and"):
         llm.sampling_params()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, make_llm: Any) -> None:
+    """A row past the embedding's end is foreign memory: its token is refused also where text names it."""
+    source = copied(tmp_path, "tokenizer.json")
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    tokenizer["added_tokens"].append({"id": 2048, "content": "<past>", **flags})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    llm = make_llm(model=tmp_path)
+    message = "has the token '<past>', whose id 2048 is past the model's vocabulary of 2048; leave it out, or"
+    for prompts in ("<past>", ["And the", "And <past> the"]):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(prompts, GREEDY)
+    with pytest.raises(RequestError, match=message):
+        next(llm.generate_stream("<past>", GREEDY))
+    with pytest.raises(RequestError, match=message):
+        llm.chat([{"role": "user", "content": "<past>"}], GREEDY)
+    assert len(llm.generate("And the", GREEDY)[0].outputs[0].token_ids) == 2
+
+
+def test_ends_that_the_model_cannot_choose(tmp_path: Path, make_llm: Any) -> None:
+    """Ids past the vocabulary among the eos ids end nothing and are in no one's way: neither of `min_tokens`, which
+    keeps ends back, nor of a form, which ends with one."""
+    source = copied(tmp_path, "generation_config.json")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2048, 1000000000]}')
+    llm, plain = make_llm(model=tmp_path), make_llm(model=source)
+    assert llm.engine.stop_token_ids == plain.engine.stop_token_ids
+    for way in (
+        {"min_tokens": 3},
+        {"min_tokens": 3, "temperature": 0},
+        {"structured_outputs": {"regex": "[0-9]{2}"}},
+    ):
+        params = SamplingParams(**{"max_tokens": 4, "seed": 1} | way)
+        assert llm.generate("And the", params)[0].outputs == plain.generate("And the", params)[0].outputs
 
 
 def test_a_model_that_gives_no_numbers_answers_nothing(

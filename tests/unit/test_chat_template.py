@@ -111,6 +111,38 @@ def test_same_text_as_transformers(source: str, tmp_path: Path) -> None:
         assert one(source).render(turns, add_generation_prompt=generate) == expected
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "name": None}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | trim }}{{ m | tojson }}{% endfor %}",
+        "{% for m in messages %}{% if 'name' in m %}{{ m.name }}{% endif %}{{ m.get('content', '-') }}{% endfor %}",
+        "{{ documents }}{% if documents is defined %}defined{% endif %}{% if tools is defined %}, too{% endif %}",
+        "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+        "{% endfor %}{{ x }}",
+    ],
+)
+def test_what_is_not_there_is_as_in_transformers(source: str) -> None:
+    """Keys without a value, names that nobody hands in, variables behind their block."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL, chat_template=source)
+    turns = [*HELLO, CALL, {"role": "tool", "content": "r", "tool_call_id": "1"}]
+    text = one(source).render(turns, add_generation_prompt=False)
+    assert text == theirs.apply_chat_template(turns, tokenize=False)
+    assert CALL["content"] is None
+
+
+def test_documents_are_handed_on() -> None:
+    assert one("{{ documents[0].text }}").render(HELLO, documents=[{"text": "d"}]) == "d"
+
+
 def test_environment_has_what_templates_use() -> None:
     assert re.fullmatch(r"\d{4}", one("{{ strftime_now('%Y') }}").render(HELLO))
     assert one("{% for m in messages %}{% break %}{{ m }}{% endfor %}-").render(HELLO) == "-"
@@ -194,7 +226,7 @@ def test_malformed_template_entry_is_named(tmp_path: Path, value: object) -> Non
         ChatTemplate.from_dir(tmp_path, config={"chat_template": value})
 
 
-@pytest.mark.parametrize("text", ["{", '"\xff'])
+@pytest.mark.parametrize("text", ["{", '"\xff', "[" * 100_000])
 def test_damaged_template_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "chat_template.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"chat_template.json.*download it again"):

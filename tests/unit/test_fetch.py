@@ -247,7 +247,17 @@ class TestRefusals:
             ({"pre": "llama-bpe"}, "'llama-bpe'"),
             ({"without": "block_count"}, "llama.block_count"),
             ({"tweak": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)}, "'yarn'"),
+            ({"tweak": lambda w: w.add_rope_scaling_factor(4.0)}, "rope scaling 'linear'"),
             ({"tweak": lambda w: w.add_expert_count(4)}, "expert_count 4"),
+            ({"tweak": lambda w: w.add_logit_scale(2.0)}, "llama.logit_scale 2.0"),
+            ({"tweak": lambda w: w.add_residual_scale(2.0)}, "llama.residual_scale 2.0"),
+            ({"tweak": lambda w: w.add_embedding_scale(2.0)}, "llama.embedding_scale 2.0"),
+            ({"tweak": lambda w: w.add_attention_scale(2.0)}, "llama.attention.scale 2.0"),
+            ({"tweak": lambda w: w.add_sliding_window(4)}, "llama.attention.sliding_window 4"),
+            ({"tweak": lambda w: w.add_clamp_kqv(2.0)}, "llama.attention.clamp_kqv 2.0"),
+            ({"tweak": lambda w: w.add_causal_attention(False)}, "llama.attention.causal False"),
+            ({"tweak": lambda w: w.add_add_eos_token(True)}, "tokenizer.ggml.add_eos_token True"),
+            ({"tweak": lambda w: w.add_pad_token_id(9999)}, "padding_token_id 9999"),
         ],
     )
     def test_metadata(
@@ -256,6 +266,23 @@ class TestRefusals:
         path = write_gguf(tmp_path / "m.gguf", gguf_tensors(llama), **options)
         with pytest.raises(ModelError, match=named):
             convert_gguf(path, tmp_path)
+
+    def test_values_that_change_nothing(self, llama: LlamaForCausalLM, tmp_path: Path) -> None:
+        def tweak(writer: gguf.GGUFWriter) -> None:
+            writer.add_logit_scale(1.0)
+            writer.add_attention_scale(0.0)
+            writer.add_causal_attention(True)
+            writer.add_rope_scaling_factor(4.0)
+            writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+        convert_gguf(write_gguf(tmp_path / "m.gguf", gguf_tensors(llama), tweak=tweak), tmp_path)
+
+    @pytest.mark.parametrize("cut", [slice(None, -2), 0])
+    def test_queries_of_another_shape(self, llama: LlamaForCausalLM, tmp_path: Path, cut: Any) -> None:
+        tensors = gguf_tensors(llama)
+        tensors["blk.0.attn_q.weight"] = tensors["blk.0.attn_q.weight"][cut]
+        with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.weight has shape .* ask for 128 rows"):
+            convert_gguf(write_gguf(tmp_path / "m.gguf", tensors), tmp_path)
 
     def test_unexpected_tensor(self, llama: LlamaForCausalLM, tmp_path: Path) -> None:
         tensors = gguf_tensors(llama) | {"blk.0.attn_q.bias": np.zeros(128, np.float32)}

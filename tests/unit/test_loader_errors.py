@@ -221,6 +221,15 @@ def test_a_truncated_file(tmp_path: Path, keep: int) -> None:
         load(tmp_path)
 
 
+def test_a_header_without_end(tmp_path: Path) -> None:
+    """JSON nested deeper than it can be read is damage as any other."""
+    header = b"[" * 100_000
+    path = write(tmp_path, weights()) / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ModelError, match=r"truncated or damaged \(its header cannot be read"):
+        load(tmp_path)
+
+
 def test_shards_hold_the_same_model(tmp_path: Path) -> None:
     tensors = weights()
     model = load(shard(tmp_path, tensors))
@@ -241,7 +250,14 @@ def test_shards_without_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "index",
-    ["", "{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": "../x.safetensors"}}'],
+    [
+        "",
+        "{}",
+        '{"weight_map": {}}',
+        '{"weight_map": [1]}',
+        '{"weight_map": {"a": "../x.safetensors"}}',
+        "[" * 100_000,
+    ],
 )
 def test_a_damaged_index(tmp_path: Path, index: str) -> None:
     (shard(tmp_path, weights()) / "model.safetensors.index.json").write_text(index)

@@ -120,6 +120,52 @@ def test_rope_parameters_that_are_missing_are_named(rope: dict[str, Any], messag
         rope_table(parsed, 16)
 
 
+NO_NUMBERS: tuple[Any, ...] = (0, -1.0, float("nan"), float("inf"), 10**400, "2", [2.0], {"a": 1}, True)
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 2.0, "beta_fast": 32, "beta_slow": 1, "attention_factor": 1.0},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, params in SCALED.items() for key in params])
+def test_rope_parameters_that_no_rope_can_have_are_named(kind: str, key: str, value: Any) -> None:
+    """They would divide by zero, or make a table that is not finite."""
+    value = [value] * 8 if isinstance(SCALED[kind][key], list) else value
+    rope = {**SCALED[kind], "rope_type": kind, "original_max_position_embeddings": 32, key: value}
+    parsed = parse_config({**LLAMA, "rope_parameters": rope}).layers[0].rope
+    assert parsed is not None
+    with pytest.raises(ModelError, match=key):
+        rope_table(parsed, 16 if key == "short_factor" else 64)
+
+
+@pytest.mark.parametrize("value", [0.5, *NO_NUMBERS[1:]])
+def test_an_original_context_that_is_no_number_is_named(value: Any) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": value}
+    with pytest.raises(ModelError, match="original_max_position_embeddings must be a positive integer"):
+        parse_config({**LLAMA, "rope_parameters": rope})
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({**SCALED["llama3"], "rope_type": "llama3", "high_freq_factor": 1.0}, "above its low_freq_factor 1"),
+        ({**SCALED["yarn"], "rope_type": "yarn", "rope_theta": 1.0}, "needs rope_theta above 1, got 1"),
+        (
+            {**SCALED["longrope"], "rope_type": "longrope", "original_max_position_embeddings": 1},
+            "needs original_max_position_embeddings above 1, got 1",
+        ),
+    ],
+)
+def test_rope_parameters_that_do_not_go_together_are_named(rope: dict[str, Any], message: str) -> None:
+    parsed = parse_config({**LLAMA, "rope_parameters": rope}).layers[0].rope
+    assert parsed is not None
+    with pytest.raises(ModelError, match=message):
+        rope_table(parsed, 64)
+
+
 def test_more_positions_than_the_model_has_are_refused() -> None:
     rope = parse_config(LLAMA).layers[0].rope
     assert rope is not None
@@ -234,7 +280,13 @@ def test_sparse_layers_by_step() -> None:
             {"architectures": ["My"], "auto_map": {"AutoModelForCausalLM": "evil.My"}},
             "unknown architecture My",
         ),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "architectures must be a list of names, got 'LlamaForCausalLM'",
+        ),
+        ({"architectures": 1}, "architectures must be a list of names, got 1"),
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"head_dim": 15}, "head_dim 15 is odd, and rope rotates pairs"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2, "head_dim": 16}, "not a multiple of 2"),
@@ -246,6 +298,13 @@ def test_sparse_layers_by_step() -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id '</s>' is neither"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_theta": -1}, "rope_theta must be a positive number, got -1"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a positive number, got nan"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must not be below 0, got -1e-06"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number, got nan"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number, got 1000"),
+        ({"clip_qkv": 0}, "clip_qkv must be above 0, got 0"),
+        ({"clip_qkv": float("inf")}, "clip_qkv must be a number, got inf"),
+        ({"architectures": ["Llama4ForCausalLM"], "floor_scale": 0}, "floor_scale must be above 0, got 0"),
         ({"layer_types": ["full_attention"]}, "layer_types must list 4 layers"),
         ({"layer_types": ["mamba"] * 4}, "layer type 'mamba' is unknown"),
         ({"layer_types": ["sliding_attention"] * 4}, "contradicts sliding_window"),
@@ -276,7 +335,7 @@ def test_a_directory_without_config(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": '])
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": ', "[" * 100_000, '{"a":' * 100_000])
 def test_a_damaged_config(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match="download the checkpoint again"):

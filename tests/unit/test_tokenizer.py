@@ -86,6 +86,91 @@ def test_same_ids_as_transformers(tmp_path: Path) -> None:
             )
 
 
+def flags(content: str, **changes: bool) -> dict[str, object]:
+    """An added token as files write it."""
+    return (
+        {"content": content} | dict.fromkeys(("lstrip", "rstrip", "normalized", "special"), False) | changes
+    )
+
+
+# The vocabulary of `make_dir` has <s>, </s>, <pad> as special tokens, "the" and "cat" as plain ones: 271 in all.
+DESCRIPTIONS: dict[str, dict[str, dict[str, object]]] = {
+    "new tokens": {
+        "config": {"added_tokens_decoder": {"272": flags("<b>"), "271": flags("<a>", special=True)}}
+    },
+    "other flags": {"config": {"added_tokens_decoder": {"1": flags("</s>", lstrip=True, rstrip=True)}}},
+    "plain becomes added": {"config": {"added_tokens_decoder": {"261": flags("the", special=True)}}},
+    "a list": {
+        "config": {"extra_special_tokens": ["the", {"__type": "AddedToken", **flags("cat", rstrip=True)}]}
+    },
+    "the list's old name": {"config": {"additional_special_tokens": ["the"]}},
+    "a list in the map": {"special_tokens_map": {"additional_special_tokens": ["the"]}},
+    "a map beside a decoder": {
+        "config": {"added_tokens_decoder": {}},
+        "special_tokens_map": {"additional_special_tokens": ["the"]},
+        "added_tokens": {"<x>": 271},
+    },
+    "names of their own": {"config": {"extra_special_tokens": {"tool_token": "the"}, "word_token": "cat"}},
+    "added_tokens.json": {
+        "added_tokens": {"<x>": 272, "</s>": 1, "<y>": 271},
+        "config": {"pad_token": "<pad>"},
+    },
+    "a named one with flags": {
+        "config": {"eos_token": {"__type": "AddedToken", **flags("the", rstrip=True)}}
+    },
+    "a named one that was not special": {
+        "config": {"added_tokens_decoder": {"271": flags("<x>", rstrip=True)}, "eos_token": "<x>"}
+    },
+}
+
+
+@pytest.mark.parametrize("description", DESCRIPTIONS.values(), ids=DESCRIPTIONS)
+def test_tokens_described_beside_the_tokenizer(
+    tmp_path: Path, description: dict[str, dict[str, object]]
+) -> None:
+    """The same ids and text as transformers makes of the same files."""
+    from transformers import PreTrainedTokenizerFast
+
+    root = make_dir(tmp_path, **description)  # type: ignore[arg-type]
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(root), local_files_only=True)
+    ours = Tokenizer.from_dir(root)
+    for text in ("the cat sat on the mat", "a <x> b <a><b> </s> c </s>", " the <y>the", "cat the cat"):
+        ids = ours.encode(text)
+        assert ids == theirs(text, truncation=False, padding=False)["input_ids"]
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"config": {"added_tokens_decoder": ["<x>"]}}, r"added_tokens_decoder .* an object of tokens by id"),
+        ({"config": {"added_tokens_decoder": {"x": flags("<x>")}}}, "an object of tokens by id"),
+        (
+            {"config": {"added_tokens_decoder": {"300": {"content": 1}}}},
+            r"must be a token, got \{'content': 1",
+        ),
+        ({"config": {"additional_special_tokens": "<x>"}}, "must be a list of tokens, got '<x>'"),
+        ({"config": {"extra_special_tokens": [flags("<x>") | {"rstrip": "no"}]}}, "must be a token"),
+        ({"config": {"eos_token": ["</s>"]}}, "eos_token of the tokenizer must be a token"),
+        ({"added_tokens": {"<x>": "300"}}, r"added_tokens.json .* an object of ids by token"),
+    ],
+)
+def test_a_description_that_is_none_is_named(
+    tmp_path: Path, files: dict[str, dict[str, object]], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_dir(make_dir(tmp_path, **files))  # type: ignore[arg-type]
+
+
+def test_a_special_token_that_no_file_gives_an_id_stays_text(tmp_path: Path) -> None:
+    """An id behind the vocabulary has no row in the embedding."""
+    config: dict[str, object] = {"eos_token": "<end>", "additional_special_tokens": ["<x>"]}
+    tokenizer = Tokenizer.from_dir(make_dir(tmp_path, config=config))
+    assert tokenizer.eos_token_id is None
+    assert tokenizer.decode(tokenizer.encode("<x> <end>")) == "<x> <end>"
+
+
 def test_a_named_token_that_is_plain_vocabulary_becomes_special() -> None:
     backend = Backend(models.WordLevel({"a": 0, "<end>": 1}, unk_token="a"))
     tokenizer = Tokenizer(backend, special_tokens={"eos_token": "<end>"})
@@ -123,10 +208,11 @@ def test_no_tokenizer_says_how_to_get_one(tmp_path: Path) -> None:
         Tokenizer.from_dir(tmp_path)
 
 
-@pytest.mark.parametrize("stem", ["tokenizer", "tokenizer_config", "special_tokens_map"])
-def test_damaged_file_is_named_in_one_line(tmp_path: Path, stem: str) -> None:
+@pytest.mark.parametrize("text", ['{"a": ', "[" * 100_000], ids=["cut", "deep"])
+@pytest.mark.parametrize("stem", ["tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens"])
+def test_damaged_file_is_named_in_one_line(tmp_path: Path, stem: str, text: str) -> None:
     root = make_dir(tmp_path)
-    (root / f"{stem}.json").write_text('{"a": ')
+    (root / f"{stem}.json").write_text(text)
     with pytest.raises(ModelError, match=rf"{stem}.json.*download it again") as info:
         Tokenizer.from_dir(root)
     assert "\n" not in str(info.value)

@@ -70,9 +70,9 @@ class Engine:
         self._parts = parts
         self.tokenizer = Tokenizer.from_dir(parts.directory)
         self.chat_template: ChatTemplate = self.tokenizer.chat_template
-        self.stop_token_ids = stop_token_ids(parts.directory, self.tokenizer) | frozenset(
-            self.model_config.eos_token_ids
-        )
+        ends = stop_token_ids(parts.directory, self.tokenizer) | frozenset(self.model_config.eos_token_ids)
+        # What has no logit is never chosen: it ends nothing, and there is nothing to keep back before `min_tokens`.
+        self.stop_token_ids = frozenset(token for token in ends if token < self.model_config.vocab_size)
         self.grammars = Grammars(self.tokenizer, self.model_config.vocab_size, self.stop_token_ids)
         self._live: dict[str, LiveRequest] = {}
         self._touched: dict[str, LiveRequest] = {}  # those with news that nobody has taken
@@ -145,12 +145,22 @@ class Engine:
                 raise RequestError("the prompt is empty; give some text")
             check_text(prompt)
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+            self._check_encoded(ids)
         else:
             ids = as_token_ids(prompt)
             self._check_token_ids("the prompt", ids)
         if not ids:
             raise RequestError("the prompt has no tokens; give at least one")
         return ids
+
+    def _check_encoded(self, ids: tuple[int, ...]) -> None:
+        """A tokenizer may know more tokens than the embedding has rows, and past its end lies foreign memory."""
+        last = max(ids, default=0)
+        if last >= self.model_config.vocab_size:
+            raise RequestError(
+                f"the prompt has the token {self.tokenizer.token(last)!r}, whose id {last} is past the model's "
+                f"vocabulary of {self.model_config.vocab_size}; leave it out, or take the tokenizer of these weights"
+            )
 
     def _check_token_ids(self, what: str, ids: Iterable[object]) -> None:
         size = self.model_config.vocab_size

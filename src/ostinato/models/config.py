@@ -135,7 +135,7 @@ def parse_config(
         raise text.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     temperature = None
     if text.flag("attn_temperature_tuning"):
-        temperature = (text.number("floor_scale"), text.number("attn_scale"))
+        temperature = (text.positive("floor_scale"), text.number("attn_scale"))
     clip = text.get("clip_qkv")
     return ModelConfig(
         family=family,
@@ -146,14 +146,14 @@ def parse_config(
         num_kv_heads=num_kv_heads,
         head_dim=text.head_dim(),
         max_position_embeddings=text.size("max_position_embeddings"),
-        norm_eps=text.number("rms_norm_eps"),
+        norm_eps=_norm_eps(text),
         tie_word_embeddings=_tied(raw, text),
         qk_norm="none" if family.qk_norm == "l2" and not text.flag("use_qk_norm") else family.qk_norm,
         qkv_bias=text.flag(family.qkv_bias),
         out_bias=text.flag(family.out_bias),
         ffn_bias=text.flag(family.ffn_bias),
         head_bias=text.flag(family.head_bias),
-        clip_qkv=None if clip is None else text.number("clip_qkv"),
+        clip_qkv=None if clip is None else text.positive("clip_qkv"),
         temperature=temperature,
         layers=layers,
         moe=_moe(family, text) if any(layer.sparse for layer in layers) else None,
@@ -166,7 +166,7 @@ def parse_config(
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}); download the checkpoint again") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object; download the checkpoint again")
@@ -195,6 +195,13 @@ def _dtype(raw: Mapping[str, Any], text: RawConfig) -> torch.dtype:
                     raise text.error(f"{key} {name!r} is not supported; convert the weights to {known}")
                 return dtype
     return torch.float32
+
+
+def _norm_eps(text: RawConfig) -> float:
+    eps = text.number("rms_norm_eps")
+    if eps < 0:
+        raise text.error(f"rms_norm_eps must not be below 0, got {eps:g}; correct it")
+    return eps
 
 
 def _tied(raw: Mapping[str, Any], text: RawConfig) -> bool:

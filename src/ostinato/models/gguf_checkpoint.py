@@ -50,6 +50,22 @@ _PRE_TOKENIZERS: Mapping[str, Mapping[str, Any]] = {
     "gpt-2": _BYTES,
 }
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+# What llama.cpp would do beside a Llama's arithmetic, and the values with which it does nothing.
+_NEUTRAL: Mapping[str, tuple[float | bool, ...]] = {
+    "llama.logit_scale": (0.0, 1.0),
+    "llama.residual_scale": (0.0, 1.0),
+    "llama.embedding_scale": (0.0, 1.0),
+    "llama.attn_logit_softcapping": (0.0,),
+    "llama.final_logit_softcapping": (0.0,),
+    "llama.attention.scale": (0.0,),
+    "llama.attention.clamp_kqv": (0.0,),
+    "llama.attention.max_alibi_bias": (0.0,),
+    "llama.attention.sliding_window": (0,),
+    "llama.attention.causal": (True,),
+    "llama.use_parallel_residual": (False,),
+    "llama.rope.scale_linear": (0.0, 1.0),
+    "tokenizer.ggml.add_eos_token": (False,),
+}
 
 
 def convert_gguf(source: Path, target: Path, progress: Progress | None = None) -> None:
@@ -64,7 +80,12 @@ def convert_gguf(source: Path, target: Path, progress: Progress | None = None) -
         reader = GGUFReader(source)
     except (ValueError, IndexError, OSError) as error:
         raise ModelError(f"{source} cannot be read as GGUF ({error}); fetch or download it again") from error
-    meta = {key: field.contents() for key, field in reader.fields.items()}
+    try:
+        meta = {key: field.contents() for key, field in reader.fields.items()}
+    except ValueError as error:
+        raise ModelError(
+            f"the metadata of {source} are damaged ({error}); fetch or download it again"
+        ) from error
     config = model_config(meta)
     tensors = _tensors(reader.tensors, config, progress)
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
@@ -88,7 +109,13 @@ def model_config(meta: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(
             f"GGUF architecture {architecture!r} is not supported (only 'llama'); use its safetensors"
         )
-    if (scaling := meta.get("llama.rope.scaling.type", "none")) != "none":
+    for key, neutral in _NEUTRAL.items():
+        if meta.get(key, neutral[0]) not in neutral:
+            raise ModelError(f"GGUF {key} {meta[key]!r} is not supported; use the model's safetensors")
+    # A factor without a type is linear scaling.
+    factor = meta.get("llama.rope.scaling.factor", 1.0)
+    scaling = meta.get("llama.rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear")
+    if scaling != "none":
         raise ModelError(f"GGUF rope scaling {scaling!r} is not supported; use the model's safetensors")
     if meta.get("llama.expert_count", 0):
         raise ModelError(
@@ -142,6 +169,12 @@ def _tensors(
         name, part = hf_name(entry.name, config["num_hidden_layers"])
         weight = torch.from_numpy(dequantize(entry.data, entry.tensor_type).copy())
         if part in heads:
+            rows = heads[part] * config["head_dim"]
+            if weight.dim() != 2 or weight.shape[0] != rows:
+                raise ModelError(
+                    f"tensor {entry.name} has shape {list(weight.shape)}, the GGUF file's metadata ask for {rows} "
+                    "rows: download it again"
+                )
             weight = unpermute(weight, heads[part])
         tensors[name] = weight.to(torch.bfloat16).contiguous()
         if progress:
@@ -221,7 +254,7 @@ def tokenizer_json(meta: Mapping[str, Any]) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": False,
             "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ") for merge in meta["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ") for merge in _merges(meta)],
         },
     }
 
@@ -230,7 +263,11 @@ def _post_processor(meta: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
     """A template that puts BOS before the text, where the file asks for it."""
     if not meta.get("tokenizer.ggml.add_bos_token", False):
         return None
-    index = meta["tokenizer.ggml.bos_token_id"]
+    index = _special_tokens(meta).get("bos", -1)
+    if index < 0:
+        raise ModelError(
+            "the GGUF file adds a BOS token and has no tokenizer.ggml.bos_token_id: download it again"
+        )
     bos = {"SpecialToken": {"id": tokens[index], "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -241,10 +278,24 @@ def _post_processor(meta: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
     }
 
 
+def _merges(meta: Mapping[str, Any]) -> list[str]:
+    if (merges := meta.get("tokenizer.ggml.merges")) is None:
+        raise ModelError(
+            "the GGUF file has no tokenizer.ggml.merges; use the model's safetensors and tokenizer.json"
+        )
+    return list(merges)
+
+
 def _special_tokens(meta: Mapping[str, Any]) -> dict[str, int]:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     keys = {role: f"tokenizer.ggml.{name}_token_id" for role, name in names.items()}
-    return {role: meta[key] for role, key in keys.items() if key in meta}
+    found = {role: meta[key] for role, key in keys.items() if key in meta}
+    for role, index in found.items():
+        if not 0 <= index < len(_tokens(meta)):
+            raise ModelError(
+                f"{keys[role]} {index} of the GGUF file is no token of its vocabulary: download it again"
+            )
+    return found
 
 
 def _tokenizer_config(meta: Mapping[str, Any], special: dict[str, int]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ostinato.models.families import Family
 from ostinato.models.raw import RawConfig
-from ostinato.models.rope import ROPE_TYPES, RopeConfig
+from ostinato.models.rope import ROPE_TYPES, RopeConfig, is_positive
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
@@ -156,7 +156,7 @@ def _merge(raw: RawConfig, parameters: Mapping[str, Any], scaling: Mapping[str, 
     for source in (parameters, scaling):
         for key, value in source.items():
             name = "rope_type" if key == "type" else key
-            if merged.get(name, value) != value:
+            if name in merged and merged[name] != value:
                 raise raw.error(
                     f"{name} is given twice, as {merged[name]!r} and {value!r}, in rope_parameters and "
                     "rope_scaling; keep one"
@@ -175,10 +175,23 @@ def _rope(raw: RawConfig, params: Mapping[str, Any]) -> RopeConfig:
     theta = params.get("rope_theta")
     if theta is None:
         theta = raw.get("rope_theta")
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+    if not is_positive(theta):
         raise raw.error(f"rope_theta must be a positive number, got {theta!r}; correct it")
+    dim = raw.head_dim()
+    if dim % 2:
+        raise raw.error(f"head_dim {dim} is odd, and rope rotates pairs; give the head_dim of the weights")
     longest = raw.size("max_position_embeddings")
-    original = raw.optional_size("original_max_position_embeddings")
-    if original is None:
-        original = int(params.get("original_max_position_embeddings") or longest)
-    return RopeConfig(rope_type, float(theta), raw.head_dim(), longest, original, dict(params))
+    original = _original_positions(raw, params) or longest
+    return RopeConfig(rope_type, float(theta), dim, longest, original, dict(params))
+
+
+def _original_positions(raw: RawConfig, params: Mapping[str, Any]) -> int | None:
+    """The context of the pre-training, beside the rope's parameters or among them; None where nothing is said."""
+    key = "original_max_position_embeddings"
+    beside = raw.optional_size(key)
+    among = params.get(key)
+    if beside is not None or among is None:
+        return beside
+    if not is_positive(among) or among != int(among):
+        raise raw.error(f"{key} must be a positive integer, got {among!r}; correct it")
+    return int(among)

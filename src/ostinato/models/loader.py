@@ -190,7 +190,7 @@ def weight_files(directory: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} cannot be read as a weight index; {_AGAIN}") from error
     paths = []
     for name in names:

@@ -6,11 +6,14 @@ of what the values mean. Invariant: every failure is a ModelError that names the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ostinato.errors import ModelError
+
+_LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +53,19 @@ class RawConfig:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; `default` where the key is null or absent."""
+        """A finite number; `default` where the key is null or absent."""
         value = self.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
             raise self.error(f"{key} must be a number, got {value!r}; correct it")
         return float(value)
+
+    def positive(self, key: str) -> float:
+        """A number above 0."""
+        value = self.number(key)
+        if value <= 0:
+            raise self.error(f"{key} must be above 0, got {value:g}; correct it")
+        return value
 
     def flag(self, key: bool | str, *, default: bool = False) -> bool:
         """A boolean; a constant instead of a key stands for itself."""

@@ -8,10 +8,11 @@ position, so a token's rotation never depends on what comes after it or on its b
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -35,15 +36,30 @@ class RopeConfig:
     params: Mapping[str, Any]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A numeric parameter; ModelError when it is absent without a default, or no number."""
+        """A positive parameter; ModelError when it is absent without a default, or no positive number."""
         value = self.params.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not is_positive(value):
             raise ModelError(
-                f"rope type {self.rope_type!r} needs a number {key!r} in rope_parameters, got {value!r}; "
-                "correct config.json"
+                f"rope type {self.rope_type!r} needs a number {key!r} in rope_parameters, positive and finite, "
+                f"got {value!r}; correct config.json"
             )
         return float(value)
+
+    def log(self, name: str, value: float) -> float:
+        """The logarithm of `value`, by which a type divides; ModelError when it is not positive."""
+        if value <= 1:
+            raise ModelError(
+                f"rope type {self.rope_type!r} needs {name} above 1, got {value:g}; correct config.json"
+            )
+        return math.log(value)
+
+
+def is_positive(value: object) -> TypeGuard[float]:
+    """Whether a value of a config is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value <= sys.float_info.max  # not so for NaN, and safe for integers that no float can hold
 
 
 def rope_table(rope: RopeConfig, num_positions: int) -> torch.Tensor:
@@ -82,6 +98,11 @@ def _llama3(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     inv_freq, _ = _default(rope, num_positions)
     factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise ModelError(
+            f"rope type 'llama3' needs a high_freq_factor above its low_freq_factor {low:g}, got {high:g}; "
+            "correct config.json"
+        )
     context = rope.original_max_positions
     wavelength = 2 * math.pi / inv_freq
     smooth = (context / wavelength - low) / (high - low)
@@ -94,9 +115,10 @@ def _yarn(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv 2309.00071): extrapolate fast dimensions, interpolate slow ones, a linear ramp between."""
     context, dim = rope.original_max_positions, rope.dim
     factor = rope.number("factor", rope.max_positions / context)
+    log_theta = rope.log("rope_theta", rope.theta)
 
     def dimension_of(rotations: float) -> float:
-        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dim * math.log(context / (rotations * 2 * math.pi)) / (2 * log_theta)
 
     low = dimension_of(rope.number("beta_fast", 32))
     high = dimension_of(rope.number("beta_slow", 1))
@@ -128,12 +150,16 @@ def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float
     context = rope.original_max_positions
     which = "long" if num_positions > context else "short"
     factors = rope.params.get(f"{which}_factor")
-    if not isinstance(factors, (list, tuple)) or len(factors) != rope.dim // 2:
+    count = rope.dim // 2
+    if not isinstance(factors, (list, tuple)) or len(factors) != count or not all(map(is_positive, factors)):
         raise ModelError(
-            f"rope type 'longrope' needs {rope.dim // 2} numbers in {which}_factor; correct config.json"
+            f"rope type 'longrope' needs {count} numbers in {which}_factor, all positive; correct config.json"
         )
     factor = rope.number("factor", rope.max_positions / context)
-    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    default = 1.0
+    if factor > 1:
+        log_context = rope.log("original_max_position_embeddings", context)
+        default = math.sqrt(1 + math.log(factor) / log_context)
     scale = rope.number(f"{which}_mscale", rope.number("attention_factor", default))
     per_dim = torch.tensor(factors, dtype=torch.float32)
     return 1.0 / (per_dim * rope.theta ** _exponents(rope.dim)), scale

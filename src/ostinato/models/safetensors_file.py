@@ -85,7 +85,7 @@ def _read_header(file: Any, size: int) -> Mapping[str, Entry]:
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         entries = {name: _entry(value, 8 + length) for name, value in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"its header cannot be read: {error}") from error
     end = 8 + length
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):

@@ -75,10 +75,15 @@ class ChatTemplate:
         """
         name = self._choose(template, bool(tools))
         compiled = self._compile(name)
+        # Without what a message leaves empty: most templates print a missing key as nothing, and None as "None".
+        turns = [
+            {key: value for key, value in m.items() if value is not None} for m in check_messages(messages)
+        ]
         context = {
             **self._special,
+            "documents": None,
             **variables,
-            "messages": check_messages(messages),
+            "messages": turns,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -179,7 +184,7 @@ def _read_legacy(file: Path) -> dict[str, str]:
     """`chat_template.json`: `{"chat_template": ...}`."""
     try:
         value = json.loads(_read_text(file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{str(file)!r} is not JSON ({_one_line(error)}); download it again") from None
     return named_sources(value.get("chat_template") if isinstance(value, Mapping) else None, where=file.name)
 

@@ -66,15 +66,16 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; for a prompt it is its
-    body.
+    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote; for a prompt it is its body, whose
+    variables end with it.
     """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 reads it off the class)
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
 
 
 def _to_json(

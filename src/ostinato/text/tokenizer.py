@@ -1,6 +1,6 @@
 """Text to token ids and back, over the `tokenizers` library and the files of a Hugging Face checkpoint.
 
-Reads `tokenizer.json`, `tokenizer_config.json` and `special_tokens_map.json` of a local directory; must not
+Reads `tokenizer.json` and the files that describe special and added tokens in a local directory; must not
 reach for the network, for pickles or for remote code, and knows nothing of the engine. Invariant: the same
 ids as transformers' fast tokenizer for the same files. The stop set of a model is the UNION of all that name
 an end-of-sequence token (tokenizer, config, generation config), never the last one read.
@@ -14,14 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from ostinato.errors import ModelError
+from ostinato.text.added_tokens import NAMED, add_described_tokens, mark_special
 from ostinato.text.chat import ChatTemplate
 from ostinato.text.pieces import PieceTable
-
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -43,11 +41,7 @@ class Tokenizer:
         self.chat_template = chat_template or ChatTemplate({}, special_tokens=self.special_tokens)
         backend.no_truncation()
         backend.no_padding()
-        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        unmarked = [
-            t for t in self.special_tokens.values() if t not in known and backend.token_to_id(t) is not None
-        ]
-        backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in unmarked])
+        mark_special(backend, set(self.special_tokens.values()))
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Self:
@@ -64,7 +58,9 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"{str(file)!r} is damaged ({_one_line(error)}); download it again") from None
         config = read_json(root / "tokenizer_config.json")
-        special = read_special_tokens(config, read_json(root / "special_tokens_map.json"))
+        special_map = read_json(root / "special_tokens_map.json")
+        special = read_special_tokens(config, special_map)
+        add_described_tokens(backend, config, special_map, read_json(root / "added_tokens.json"))
         return cls(
             backend,
             special_tokens=special,
@@ -143,7 +139,7 @@ def read_special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens, each a string or an AddedToken written as a dict; earlier sources win."""
     found: dict[str, str] = {}
     for source in sources:
-        for name in _NAMED:
+        for name in NAMED:
             value = source.get(name)
             if isinstance(value, Mapping):
                 value = value.get("content")
@@ -158,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{str(path)!r} is not JSON ({_one_line(error)}); download it again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{str(path)!r} holds a {type(value).__name__}, not an object; download it again")

@@ -34,6 +34,10 @@ def find_family(raw: Mapping[str, Any], origin: str) -> Family:
     architecture.
     """
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ModelError(
+            f"{origin}: architectures must be a list of names, got {architectures!r}; correct it"
+        )
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
