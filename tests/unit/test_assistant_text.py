@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.server.assistant import AssistantMessage
+from ostinato.server.frames import Json
 from ostinato.text.reasoning import ReasoningSplitter
 from ostinato.text.tool_calls import FORMATS, ToolCall, forced_grammar, format_of, new_parser
 
@@ -62,6 +63,23 @@ CALLS = [
 ]
 
 
+# Python's reader takes more than JSON, and JSON's escapes can spell what UTF-8 cannot hold.
+ODD_ARGUMENTS = [
+    (r'{"a": "\ud83d"}', r'{"a": "\ud83d"}'),
+    (r'{"\ude00": "é"}', r'{"\ude00": "\u00e9"}'),
+    (r'{"a": "\ud83d\ude00"}', '{"a": "😀"}'),
+    ('{"a": NaN}', None),
+    ('{"a": [-Infinity]}', None),
+    ('{"a": 1e999}', None),
+]
+LAYOUTS = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": %s}</tool_call>'),
+    ("llama3_json", '{"name": "f", "parameters": %s}'),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": %s}]'),
+    ("mistral", "[TOOL_CALLS]f%s"),
+]
+
+
 def joined(items: list[Any]) -> list[Any]:
     """Neighbouring texts as one."""
     found: list[Any] = []
@@ -85,6 +103,26 @@ def test_calls(name: str, text: str, wanted: list[Any], cuts: list[int]) -> None
     parser = new_parser(name)
     items = [item for piece in split(text, cuts) for item in parser.push(piece)]
     assert joined(items + parser.finish()) == wanted
+
+
+@pytest.mark.parametrize(("given", "wanted"), ODD_ARGUMENTS)
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_arguments_are_json_that_can_be_sent(name: str, layout: str, given: str, wanted: str | None) -> None:
+    """Whatever a model writes: a call with arguments that every client can read, or content."""
+    reader = AssistantMessage(None, new_parser(name))
+    text = layout % given
+    deltas = reader.push(text) + reader.finish()
+    assert json.loads(Json.encode(deltas))
+    if wanted is None:
+        assert reader.message() == {"content": text}
+    else:
+        (call,) = reader.message()["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": wanted}
+
+
+def test_a_call_whose_name_cannot_be_sent_is_content() -> None:
+    text = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
+    assert joined(new_parser("hermes").push(text)) == [text]
 
 
 @pytest.mark.parametrize("name", FORMATS)

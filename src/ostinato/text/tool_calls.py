@@ -11,6 +11,7 @@ out whole, once.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from ostinato.text.stop import begun
 
 FORMATS = ("hermes", "llama3_json", "mistral")
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
-_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,22 @@ def format_of(template: str) -> str | None:
     if _PYTHON in template or '"parameters"' in template:
         return "llama3_json"
     return None
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large a number")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Reads what JSON is, and no more: Python's own reader takes NaN and Infinity as well, and makes Infinity of 1e999, so
+# that clients would get arguments that are no JSON.
+_DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_no_constant)
 
 
 def new_parser(name: str) -> ToolCallParser:
@@ -180,7 +196,7 @@ def _mistral_calls(block: str) -> list[ToolCall] | None:
         return []
     if block[0] == "[":
         try:
-            values = json.loads(block)
+            values = _DECODER.decode(block)
         except (ValueError, RecursionError):
             return None
         calls = [_as_call(value, "arguments") for value in values]
@@ -191,7 +207,7 @@ def _mistral_calls(block: str) -> list[ToolCall] | None:
     value, end = _object(block[named.end() :])
     if value is None or block[named.end() + end :].strip():
         return None
-    return [ToolCall(named.group(1), json.dumps(value, ensure_ascii=False))]
+    return [ToolCall(named.group(1), _json(value))]
 
 
 def _call(text: str, arguments: str) -> ToolCall | None:
@@ -209,14 +225,31 @@ def _object(text: str) -> tuple[Any, int]:
 
 
 def _as_call(value: object, arguments: str) -> ToolCall | None:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or arguments not in value:
+    if not isinstance(value, Mapping) or arguments not in value:
         return None
-    given = value[arguments]
+    name, given = value.get("name"), value[arguments]
+    if not isinstance(name, str) or not _is_whole(name):
+        return None
     if isinstance(given, str):  # some models write the object as text
         given = _object(given)[0]
     if not isinstance(given, Mapping):
         return None
-    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False))
+    return ToolCall(name, _json(given))
+
+
+def _json(value: object) -> str:
+    """As JSON, with characters as they are; but half a surrogate pair, which only an escape can spell, stays one."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _is_whole(text) else json.dumps(value)
+
+
+def _is_whole(text: str) -> bool:
+    """Whether it can be sent: JSON's escapes can leave half a surrogate pair in a text, which UTF-8 cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def forced_grammar(
