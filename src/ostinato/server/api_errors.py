@@ -88,6 +88,11 @@ def engine_down(why: str) -> ApiError:
     return ApiError(503, why, code="engine_unavailable", retry_after=1)
 
 
+def mistake() -> ApiError:
+    """An exception that nobody has foreseen; whoever catches it writes it to the log."""
+    return ApiError(500, "the server has made a mistake; its log tells more")
+
+
 def from_request_error(error: RequestError, fields: Sequence[str], default: str | None = None) -> ApiError:
     """A 400 that names the field which the message is about: the first known field name in it."""
     words = _FIELD.findall(str(error))

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.config import ServerConfig
-from ostinato.server.api_errors import ApiError, ClientGoneError
+from ostinato.server.api_errors import ApiError, ClientGoneError, mistake
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _EXCHANGE = "ostinato.exchange"
@@ -99,7 +99,7 @@ class Edge:
             raise
         except Exception:
             traceback.print_exc()
-            await exchange.refuse(ApiError(500, "the server has made a mistake; its log tells more"))
+            await exchange.refuse(mistake())
         finally:
             self._release(exchange)
             self._note(scope, exchange)
