@@ -146,10 +146,11 @@ def _shown(value: Any) -> str:
 
 
 def spell(path: Sequence[str | int]) -> str | None:
-    """The parts of a path as `messages[0].content`; None for the body itself."""
+    """The parts of a path as `messages[0].content`; None for the body itself. A name that is empty is shown as ""."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        name = part if part != "" else '""'
+        text += f"[{name}]" if isinstance(name, int) else f".{name}" if text else name
     return text or None
 
 
