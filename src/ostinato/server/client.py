@@ -200,7 +200,7 @@ class EngineClient:
         elif isinstance(event, Stats):
             self.stats = event.values
         elif isinstance(event, Ready):
-            self._readying = asyncio.create_task(self._become_ready(event.info))
+            self._readying = asyncio.create_task(self._become_ready(event.info, self._process))
         elif isinstance(event, Refused):
             reply = self._replies.pop(event.request_id, None)
             if reply is not None:
@@ -210,8 +210,8 @@ class EngineClient:
         elif isinstance(event, Failed):
             self.failure = event.message
 
-    async def _become_ready(self, info: EngineInfo) -> None:
-        process = self._process
+    async def _become_ready(self, info: EngineInfo, process: EngineProcess | None) -> None:
+        """`process` has loaded. It may be dead by now: the news may be its last words."""
         try:
             if self._on_ready is not None:
                 await self._on_ready(info)
