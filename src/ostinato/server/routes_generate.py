@@ -61,6 +61,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         logprobs=params.logprobs is not None,
         every_token=bool(body.return_token_ids),
         echoed=echoed,
+        silent=service.token_text.special if params.skip_special_tokens else (),
     )
     return await _answer(_Ask(service, request, body, "cmpl", "prompt"), prompts, params, shape)
 
