@@ -119,6 +119,31 @@ def test_sigterm_lets_streams_finish(start_server: StartServer, until: Until, ri
     kept.close()
 
 
+def test_what_the_end_cuts_off_is_told(start_server: StartServer, until: Until, rig: Any) -> None:
+    """A request that is not done within `--shutdown-timeout` has an answer all the same: a 503, or a last event."""
+    server = start_server("--shutdown-timeout", "1")
+    server.wait_ready()
+    body = LONG | {"n": 96, "logprobs": 20}
+    late = server.connect()
+    late.sendall(
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    )
+    stream = server.send_request("/v1/completions", body | {"stream": True}, close=True)
+    whole = server.send_request("/v1/completions", body, close=True)
+    until(
+        lambda: (
+            server.metric("num_requests_in_flight") == 192 and server.metric("generation_tokens_total") > 0
+        )
+    )
+    server.process.terminate()
+    for connection, status in ((stream, 200), (whole, 503), (late, 503)):
+        found = outcome(rig.read_answer(connection))
+        assert (found["status"], found["code"]) == (status, "engine_unavailable")
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in server.errors.read_text()
+    assert sorted(line["status"] for line in server.requests() if line["method"] == "POST") == [200, 503, 503]
+
+
 def test_sigint_twice_does_not_wait(start_server: StartServer, until: Until, rig: Any) -> None:
     server = start_server("--shutdown-timeout", "60")
     server.wait_ready()

@@ -88,6 +88,11 @@ def engine_down(why: str) -> ApiError:
     return ApiError(503, why, code="engine_unavailable", retry_after=1)
 
 
+def shutting_down() -> ApiError:
+    """The server ends: it takes no more requests, and has no more time for those it has."""
+    return engine_down("the server is shutting down")
+
+
 def mistake() -> ApiError:
     """An exception that nobody has foreseen; whoever catches it writes it to the log."""
     return ApiError(500, "the server has made a mistake; its log tells more")
