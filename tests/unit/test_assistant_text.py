@@ -63,19 +63,21 @@ CALLS = [
 ]
 
 
-# Python's reader takes more than JSON, and JSON's escapes can spell what UTF-8 cannot hold.
-ODD_ARGUMENTS = [
-    (r'{"a": "\ud83d"}', r'{"a": "\ud83d"}'),
-    (r'{"\ude00": "é"}', r'{"\ude00": "\u00e9"}'),
-    (r'{"a": "\ud83d\ude00"}', '{"a": "😀"}'),
-    ('{"a": NaN}', None),
-    ('{"a": [-Infinity]}', None),
-    ('{"a": 1e999}', None),
+# JSON's escapes can spell what UTF-8 cannot hold, its numbers what no float is; Python's reader takes more than JSON.
+ARGUMENTS = [
+    (r'{"a": "\ud83d"}', True),
+    (r'{"\ude00": "é", "b": "\ud83d\ude00"}', True),
+    ('{"a": 1.10, "b": 1e2, "c": 12345678901234567.89, "d": 1e999}', True),
+    ('{ "a" :[1 ,{"name":"b"}],"arguments":{}, "parameters":{} }', True),
+    ('{"a": "</tool_call>", "b": "<tool_call>\\"</tool_call>"}', True),
+    ("{}", True),
+    ('{"a": NaN}', False),
+    ('{"a": [-Infinity]}', False),
 ]
 LAYOUTS = [
     ("hermes", '<tool_call>{"name": "f", "arguments": %s}</tool_call>'),
     ("llama3_json", '{"name": "f", "parameters": %s}'),
-    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": %s}]'),
+    ("mistral", '[TOOL_CALLS][ {"arguments": %s , "name":"f"}]'),
     ("mistral", "[TOOL_CALLS]f%s"),
 ]
 
@@ -105,23 +107,32 @@ def test_calls(name: str, text: str, wanted: list[Any], cuts: list[int]) -> None
     assert joined(items + parser.finish()) == wanted
 
 
-@pytest.mark.parametrize(("given", "wanted"), ODD_ARGUMENTS)
+@pytest.mark.parametrize(("given", "is_json"), ARGUMENTS)
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
-def test_arguments_are_json_that_can_be_sent(name: str, layout: str, given: str, wanted: str | None) -> None:
-    """Whatever a model writes: a call with arguments that every client can read, or content."""
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_arguments_are_what_the_model_wrote(
+    name: str, layout: str, given: str, is_json: bool, cuts: list[int]
+) -> None:
+    """To the letter, where they are JSON; else the text is content."""
     reader = AssistantMessage(None, new_parser(name))
     text = layout % given
-    deltas = reader.push(text) + reader.finish()
+    deltas = [delta for piece in split(text, cuts) for delta in reader.push(piece)] + reader.finish()
     assert json.loads(Json.encode(deltas))
-    if wanted is None:
-        assert reader.message() == {"content": text}
-    else:
+    if is_json:
         (call,) = reader.message()["tool_calls"]
-        assert call["function"] == {"name": "f", "arguments": wanted}
+        assert call["function"] == {"name": "f", "arguments": given}
+    else:
+        assert reader.message() == {"content": text}
 
 
-def test_a_call_whose_name_cannot_be_sent_is_content() -> None:
-    text = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
+@pytest.mark.parametrize(
+    "inside",
+    [r'"name": "\ud83d", "arguments": {}', r'"name": "f", "arguments": "{\"a\": \"\ud83d\"}"'],
+    ids=["name", "text"],
+)
+def test_a_call_that_cannot_be_sent_is_content(inside: str) -> None:
+    text = f"<tool_call>{{{inside}}}</tool_call>"
     assert joined(new_parser("hermes").push(text)) == [text]
 
 
