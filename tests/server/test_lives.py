@@ -48,9 +48,12 @@ def test_a_killed_engine_comes_back(start_server: StartServer, until: Until, rig
         for place in range(30)
     ]
     until(lambda: server.metric("generation_tokens_total") > 8 + 32)
+    until(lambda: server.metric("num_requests_running") > 0)
     os.kill(engine, signal.SIGKILL)
     ends = [outcome(rig.read_answer(connection)) for connection in asked]
     assert server.get("/ready").status_code == 503
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert server.metric(gauge) == 0  # of an engine that is gone
     assert {end["code"] for end in ends} == {"engine_unavailable"}
     assert all(end["status"] == 503 for place, end in enumerate(ends) if place % 2)
     assert server.get("/health").status_code == 200

@@ -116,6 +116,7 @@ class EngineClient:
                 return
             ready, self.state = self.state is EngineState.READY, EngineState.STARTING
             self._fail_all("the engine has crashed; try again in a moment")
+            self.stats = without_work(self.stats)
             in_a_row = 0 if ready and time.monotonic() - started > STEADY_S else in_a_row
             if self.failure is None and in_a_row >= self._options.max_restarts:
                 self.failure = (
@@ -239,6 +240,14 @@ class EngineClient:
                 del self._replies[delta.request_id]
         for reply in touched:
             reply.wake()
+
+
+def without_work(stats: dict[str, Any]) -> dict[str, Any]:
+    """Statistics of an engine that has died: its counts stay until the next one reports, but nothing runs in it."""
+    if "scheduler" not in stats:
+        return stats
+    nothing = dict.fromkeys(("running", "waiting", "kv_pages_used", "kv_pages_cached"), 0)
+    return {**stats, "scheduler": {**stats["scheduler"], **nothing}}
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:
