@@ -233,6 +233,17 @@ def test_a_request_may_set_a_deadline_of_its_own(server: Server) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-timeout")
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_deadline_holds_for_the_way_from_text_to_tokens(server: Server, path: str) -> None:
+    """Which waits for other texts too, so it may take any time."""
+    text = "a b " * 200_000
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    ended = server.post(path, body, headers={"x-request-timeout": "0.01"})
+    assert (ended.status_code, ended.json()["error"]["code"]) == (504, "deadline_exceeded")
+    refused = server.post(path, body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_a_body_that_does_not_come_is_408(strict: Server) -> None:
     connection = strict.connect()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sésame\r\ncontent-length: 100\r\n\r\n{"
