@@ -45,7 +45,7 @@ def matches(pattern: str) -> Callable[[str], None]:
     return check
 
 
-CHOICES = ["yes, my lord", "nay\n", 'a "third" way']
+CHOICES = ["yes, my lord", "nay\n", 'a "third" way', "\x00\x1f\x7f\x80"]
 
 
 def check_choice(text: str) -> None:
@@ -143,6 +143,9 @@ BAD = [
     ({"choice": ["a"] * (MAX_CHOICES + 1)}, str(MAX_CHOICES)),
     ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, str(MAX_GRAMMAR_CHARS)),
     ({"gramar": "start: x"}, "gramar"),
+    ({"regex": r"[^\s\S]"}, "regex cannot be compiled: no text has this form"),
+    ({"grammar": "start: start"}, "grammar cannot be compiled: no text has this form"),
+    ({"json": {"$ref": "#"}}, "json cannot be compiled: no text has this form"),
 ]
 
 
@@ -171,6 +174,24 @@ def test_a_matcher_that_gives_up_ends_its_request_only(llm: LLM, monkeypatch: py
     assert first.outputs[0].finish_reason == "error"
     assert first.outputs[0].stop_reason
     assert second.outputs[0].finish_reason == "length"
+
+
+def test_a_matcher_that_gives_up_before_a_token_is_no_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It allows an end then, and a completion that ends so would look like one that has kept its form."""
+    from ostinato.text.grammar import Matcher
+
+    right = Matcher.allowed
+
+    def allowed(self: Matcher) -> Any:
+        self.accept(0)  # a token that this form does not hold
+        return right(self)
+
+    monkeypatch.setattr(Matcher, "allowed", allowed)
+    bound = SamplingParams(temperature=0, max_tokens=9, structured_outputs={"regex": "[0-9]{9}"})
+    (output,) = llm.generate(PROMPT, bound)[0].outputs
+    assert output.finish_reason == "error"
+    assert str(output.stop_reason).startswith("structured_outputs could not be kept")
+    assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize("form", FORMS)

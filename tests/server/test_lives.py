@@ -48,9 +48,12 @@ def test_a_killed_engine_comes_back(start_server: StartServer, until: Until, rig
         for place in range(30)
     ]
     until(lambda: server.metric("generation_tokens_total") > 8 + 32)
+    until(lambda: server.metric("num_requests_running") > 0)
     os.kill(engine, signal.SIGKILL)
     ends = [outcome(rig.read_answer(connection)) for connection in asked]
     assert server.get("/ready").status_code == 503
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert server.metric(gauge) == 0  # of an engine that is gone
     assert {end["code"] for end in ends} == {"engine_unavailable"}
     assert all(end["status"] == 503 for place, end in enumerate(ends) if place % 2)
     assert server.get("/health").status_code == 200
@@ -117,6 +120,31 @@ def test_sigterm_lets_streams_finish(start_server: StartServer, until: Until, ri
     assert found[0][-1]["choices"][0]["finish_reason"] == "length"
     assert not rig.is_alive(engine)
     kept.close()
+
+
+def test_what_the_end_cuts_off_is_told(start_server: StartServer, until: Until, rig: Any) -> None:
+    """A request that is not done within `--shutdown-timeout` has an answer all the same: a 503, or a last event."""
+    server = start_server("--shutdown-timeout", "1")
+    server.wait_ready()
+    body = LONG | {"n": 96, "logprobs": 20}
+    late = server.connect()
+    late.sendall(
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+    )
+    stream = server.send_request("/v1/completions", body | {"stream": True}, close=True)
+    whole = server.send_request("/v1/completions", body, close=True)
+    until(
+        lambda: (
+            server.metric("num_requests_in_flight") == 192 and server.metric("generation_tokens_total") > 0
+        )
+    )
+    server.process.terminate()
+    for connection, status in ((stream, 200), (whole, 503), (late, 503)):
+        found = outcome(rig.read_answer(connection))
+        assert (found["status"], found["code"]) == (status, "engine_unavailable")
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in server.errors.read_text()
+    assert sorted(line["status"] for line in server.requests() if line["method"] == "POST") == [200, 503, 503]
 
 
 def test_sigint_twice_does_not_wait(start_server: StartServer, until: Until, rig: Any) -> None:
@@ -203,6 +231,17 @@ def test_a_request_may_set_a_deadline_of_its_own(server: Server) -> None:
     for bad in ("0", "-1", "soon", "nan"):
         refused = server.post("/v1/completions", SHORT, headers={"x-request-timeout": bad})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-timeout")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_deadline_holds_for_the_way_from_text_to_tokens(server: Server, path: str) -> None:
+    """Which waits for other texts too, so it may take any time."""
+    text = "a b " * 200_000
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    ended = server.post(path, body, headers={"x-request-timeout": "0.01"})
+    assert (ended.status_code, ended.json()["error"]["code"]) == (504, "deadline_exceeded")
+    refused = server.post(path, body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_body_that_does_not_come_is_408(strict: Server) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.server.assistant import AssistantMessage
+from ostinato.server.frames import Json
 from ostinato.text.reasoning import ReasoningSplitter
 from ostinato.text.tool_calls import FORMATS, ToolCall, forced_grammar, format_of, new_parser
 
@@ -62,6 +63,25 @@ CALLS = [
 ]
 
 
+# JSON's escapes can spell what UTF-8 cannot hold, its numbers what no float is; Python's reader takes more than JSON.
+ARGUMENTS = [
+    (r'{"a": "\ud83d"}', True),
+    (r'{"\ude00": "é", "b": "\ud83d\ude00"}', True),
+    ('{"a": 1.10, "b": 1e2, "c": 12345678901234567.89, "d": 1e999}', True),
+    ('{ "a" :[1 ,{"name":"b"}],"arguments":{}, "parameters":{} }', True),
+    ('{"a": "</tool_call>", "b": "<tool_call>\\"</tool_call>"}', True),
+    ("{}", True),
+    ('{"a": NaN}', False),
+    ('{"a": [-Infinity]}', False),
+]
+LAYOUTS = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": %s}</tool_call>'),
+    ("llama3_json", '{"name": "f", "parameters": %s}'),
+    ("mistral", '[TOOL_CALLS][ {"arguments": %s , "name":"f"}]'),
+    ("mistral", "[TOOL_CALLS]f%s"),
+]
+
+
 def joined(items: list[Any]) -> list[Any]:
     """Neighbouring texts as one."""
     found: list[Any] = []
@@ -85,6 +105,35 @@ def test_calls(name: str, text: str, wanted: list[Any], cuts: list[int]) -> None
     parser = new_parser(name)
     items = [item for piece in split(text, cuts) for item in parser.push(piece)]
     assert joined(items + parser.finish()) == wanted
+
+
+@pytest.mark.parametrize(("given", "is_json"), ARGUMENTS)
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_arguments_are_what_the_model_wrote(
+    name: str, layout: str, given: str, is_json: bool, cuts: list[int]
+) -> None:
+    """To the letter, where they are JSON; else the text is content."""
+    reader = AssistantMessage(None, new_parser(name))
+    text = layout % given
+    deltas = [delta for piece in split(text, cuts) for delta in reader.push(piece)] + reader.finish()
+    assert json.loads(Json.encode(deltas))
+    if is_json:
+        (call,) = reader.message()["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": given}
+    else:
+        assert reader.message() == {"content": text}
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [r'"name": "\ud83d", "arguments": {}', r'"name": "f", "arguments": "{\"a\": \"\ud83d\"}"'],
+    ids=["name", "text"],
+)
+def test_a_call_that_cannot_be_sent_is_content(inside: str) -> None:
+    text = f"<tool_call>{{{inside}}}</tool_call>"
+    assert joined(new_parser("hermes").push(text)) == [text]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -148,6 +148,7 @@ def test_environment_has_what_templates_use() -> None:
     assert one("{% for m in messages %}{% break %}{{ m }}{% endfor %}-").render(HELLO) == "-"
     assert one("{% generation %}x{{ 1 }}{% endgeneration %}").render(HELLO) == "x1"
     assert one("{{ thinking }}").render(HELLO, thinking=False) == "False"
+    assert one("{{ n }}{{ self is defined }}").render(HELLO, self=1, n=2) == "2True"
     assert one("{{ messages | tojson }}").render([{"role": "user", "content": "<é>"}]) == (
         '[{"role": "user", "content": "<é>"}]'
     )

@@ -90,6 +90,10 @@ def test_a_union_names_the_branch_that_got_furthest() -> None:
 def test_unknown_and_missing_fields() -> None:
     unknown = problem(CompletionRequest, {"prompt": "a", "best": 1})
     assert problem(CompletionRequest, {"prompt": "a", "Strange Field[]": 1}).param == "Strange Field[]"
+    nameless = problem(CompletionRequest, {"prompt": "a", "": 1})
+    assert (nameless.param, nameless.message) == ('""', '"" is not supported here; remove it')
+    deep = {"prompt": "a", "stream_options": {"": 1}}
+    assert problem(CompletionRequest, deep).param == 'stream_options.""'
     assert (unknown.param, unknown.message) == ("best", "best is not supported here; remove it")
     assert problem(CompletionRequest, {}).param == "prompt"
 

@@ -140,3 +140,32 @@ def test_a_completion_that_failed_is_a_problem(why: str | None, status: int) -> 
 def test_a_token_that_is_part_of_a_character_is_spelt_in_bytes() -> None:
     broken = next(i for i in range(2048) if TOKENS.of(i)[1][:1] == b"\xe4")
     assert TOKENS.of(broken)[0].startswith("bytes:\\xe4")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 40, 300, 900, 1500]), min_size=1, max_size=9), skip=st.booleans()
+)
+@pytest.mark.parametrize("echoed", [None, "one "])
+def test_offsets_are_places_in_the_text(tokens: list[int], skip: bool, echoed: str | None) -> None:
+    """Also behind special tokens, which a text holds or leaves out as it was asked for."""
+    tokenizer = Tokenizer.from_dir(DEMO)
+    assert {0, 1} <= TOKENS.special
+    texts = [tokenizer.decode([token], skip_special_tokens=skip) for token in tokens]
+    prompt = [0, *tokenizer.encode(echoed or "", add_special_tokens=False)]
+    shape = CompletionShape(
+        TOKENS,
+        n=1,
+        logprobs=True,
+        echoed=None if echoed is None else [(echoed, prompt)],
+        silent=TOKENS.special if skip else (),
+    )
+    delta = SequenceDelta("r0", 0, "".join(texts), tokens, "length", True)
+    delta.logprobs = [[(token, -0.5, 1)] for token in tokens]
+    delta.prompt_logprobs = None if echoed is None else [[(token, -0.5, 1)] for token in prompt]
+    choice = shape.whole(0, [delta])
+    offsets = choice["logprobs"]["text_offset"][-len(tokens) :]
+    for offset, text in zip(offsets, texts, strict=True):
+        assert choice["text"][offset:].startswith(text)
+    assert offsets[0] == len(echoed or "")
+    assert offsets[-1] + len(texts[-1]) == len(choice["text"])

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
 from ostinato.errors import ModelError
 from ostinato.text.tokenizer import Tokenizer, read_special_tokens, stop_token_ids, union_token_ids
+
+DEMO = Path(__file__).parents[2] / "src" / "ostinato" / "demo"
 
 
 def make_dir(root: Path, *, config: dict[str, object] | None = None, **files: object) -> Path:
@@ -48,6 +54,40 @@ def test_round_trip_without_truncation_or_padding(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == tokenizer.backend.get_vocab_size()
     assert tokenizer.token(0) == "<s>"
     assert tokenizer.token(10**6) is None
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """A server's event loop is one of them: all its streams would stand still."""
+    tokenizer = Tokenizer.from_dir(make_dir(tmp_path))
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.001):
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        while ticks == 0:
+            time.sleep(0.001)
+        before = ticks
+        ids = tokenizer.encode("z" * 1_000_000)
+        during = ticks - before
+    finally:
+        done.set()
+        thread.join()
+    assert len(ids) == 1_000_001
+    assert during >= 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=40), special=st.booleans())
+def test_ids_are_the_librarys(text: str, special: bool) -> None:
+    tokenizer = Tokenizer.from_dir(DEMO)
+    assert tokenizer.encode(text, add_special_tokens=special) == (
+        tokenizer.backend.encode(text, add_special_tokens=special).ids
+    )
 
 
 def test_special_tokens_as_strings_dicts_and_from_the_map(tmp_path: Path) -> None:

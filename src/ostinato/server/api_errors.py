@@ -88,6 +88,16 @@ def engine_down(why: str) -> ApiError:
     return ApiError(503, why, code="engine_unavailable", retry_after=1)
 
 
+def shutting_down() -> ApiError:
+    """The server ends: it takes no more requests, and has no more time for those it has."""
+    return engine_down("the server is shutting down")
+
+
+def mistake() -> ApiError:
+    """An exception that nobody has foreseen; whoever catches it writes it to the log."""
+    return ApiError(500, "the server has made a mistake; its log tells more")
+
+
 def from_request_error(error: RequestError, fields: Sequence[str], default: str | None = None) -> ApiError:
     """A 400 that names the field which the message is about: the first known field name in it."""
     words = _FIELD.findall(str(error))
@@ -141,10 +151,11 @@ def _shown(value: Any) -> str:
 
 
 def spell(path: Sequence[str | int]) -> str | None:
-    """The parts of a path as `messages[0].content`; None for the body itself."""
+    """The parts of a path as `messages[0].content`; None for the body itself. A name that is empty is shown as ""."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        name = part if part != "" else '""'
+        text += f"[{name}]" if isinstance(name, int) else f".{name}" if text else name
     return text or None
 
 

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from ostinato import __version__
 from ostinato.config import EngineConfig, ServerConfig
 from ostinato.server import routes_generate, routes_info
-from ostinato.server.api_errors import ApiError, ClientGoneError, from_validation
+from ostinato.server.api_errors import ApiError, ClientGoneError, from_validation, mistake
 from ostinato.server.dashboard.routes import dashboard_router
 from ostinato.server.edge import Edge, ErrorResponse, is_open
 from ostinato.server.exposition import Exposition
@@ -128,7 +128,7 @@ def _handle_errors(app: FastAPI) -> None:
         return Response(status_code=_CLIENT_CLOSED)
 
     async def bug(_: Request, __: Exception) -> Response:
-        return ErrorResponse(ApiError(500, "the server has made a mistake; its log tells more"))
+        return ErrorResponse(mistake())
 
     app.add_exception_handler(ApiError, problem)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -116,6 +116,7 @@ class EngineClient:
                 return
             ready, self.state = self.state is EngineState.READY, EngineState.STARTING
             self._fail_all("the engine has crashed; try again in a moment")
+            self.stats = without_work(self.stats)
             in_a_row = 0 if ready and time.monotonic() - started > STEADY_S else in_a_row
             if self.failure is None and in_a_row >= self._options.max_restarts:
                 self.failure = (
@@ -200,7 +201,7 @@ class EngineClient:
         elif isinstance(event, Stats):
             self.stats = event.values
         elif isinstance(event, Ready):
-            self._readying = asyncio.create_task(self._become_ready(event.info))
+            self._readying = asyncio.create_task(self._become_ready(event.info, self._process))
         elif isinstance(event, Refused):
             reply = self._replies.pop(event.request_id, None)
             if reply is not None:
@@ -210,8 +211,8 @@ class EngineClient:
         elif isinstance(event, Failed):
             self.failure = event.message
 
-    async def _become_ready(self, info: EngineInfo) -> None:
-        process = self._process
+    async def _become_ready(self, info: EngineInfo, process: EngineProcess | None) -> None:
+        """`process` has loaded. It may be dead by now: the news may be its last words."""
         try:
             if self._on_ready is not None:
                 await self._on_ready(info)
@@ -239,6 +240,14 @@ class EngineClient:
                 del self._replies[delta.request_id]
         for reply in touched:
             reply.wake()
+
+
+def without_work(stats: dict[str, Any]) -> dict[str, Any]:
+    """Statistics of an engine that has died: its counts stay until the next one reports, but nothing runs in it."""
+    if "scheduler" not in stats:
+        return stats
+    nothing = dict.fromkeys(("running", "waiting", "kv_pages_used", "kv_pages_cached"), 0)
+    return {**stats, "scheduler": {**stats["scheduler"], **nothing}}
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.close)
+        self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -41,12 +41,17 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         self._head_bytes = 0
+        self._start_timer()  # a connection that has had an answer may send the next head as slowly as a new one
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+
+    def _start_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.config import ServerConfig
-from ostinato.server.api_errors import ApiError, ClientGoneError
+from ostinato.server.api_errors import ApiError, ClientGoneError, mistake, shutting_down
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _EXCHANGE = "ostinato.exchange"
@@ -96,10 +96,12 @@ class Edge:
         except ApiError as problem:
             await exchange.refuse(problem)
         except asyncio.CancelledError:
-            raise
+            # The server ends, and the time that it leaves to requests is up; nor is more of a body waited for.
+            exchange.body_read = True
+            await exchange.refuse(shutting_down())
         except Exception:
             traceback.print_exc()
-            await exchange.refuse(ApiError(500, "the server has made a mistake; its log tells more"))
+            await exchange.refuse(mistake())
         finally:
             self._release(exchange)
             self._note(scope, exchange)

@@ -24,6 +24,9 @@ from ostinato.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
+_LONG = 1 << 16
+"""Characters from which on a text waits for other long ones only, and no short text waits for it."""
+
 
 class Prompts:
     """The text side of one model."""
@@ -33,9 +36,11 @@ class Prompts:
         self.limits = PoolLimits(info.total_tokens, info.page_size, info.context_length)
         self.vocab_size = info.vocab_size
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ostinato-text")
+        self._long_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ostinato-long-text")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_texts):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def completion(self, prompt: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of each prompt of a checked `prompt` field. Raises ApiError 400 naming the bad one."""
@@ -45,7 +50,8 @@ class Prompts:
         else:
             items = [prompt] if prompt and isinstance(prompt[0], int) else prompt
         if isinstance(items[0], str):
-            return await self._run(lambda: [self._encode(text, add_special_tokens) for text in items])
+            size = sum(map(len, items))
+            return await self._run(lambda: [self._encode(text, add_special_tokens) for text in items], size)
         for ids in items:
             self.check_ids("prompt", ids)
         return items
@@ -90,10 +96,12 @@ class Prompts:
                 raise bad_field("messages", str(error)) from None
             return self._encode(text, False, field="messages"), text.rstrip().endswith(OPEN)
 
-        return await self._run(render)
+        return await self._run(render, sum(map(_length, messages)))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        return await self._run(lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        return await self._run(
+            lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False), len(token_ids)
+        )
 
     def check_ids(self, field: str, ids: Sequence[int]) -> None:
         """Raises ApiError 400 for an id outside of the vocabulary."""
@@ -130,8 +138,15 @@ class Prompts:
             ) from None
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    async def _run(self, call: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+    async def _run(self, call: Callable[[], _T], size: int) -> _T:
+        """What the call gives, on a thread for texts of this size, in characters or tokens."""
+        threads = self._threads if size < _LONG else self._long_texts
+        return await asyncio.get_running_loop().run_in_executor(threads, call)
+
+
+def _length(message: ChatMessage) -> int:
+    content = message.content or ""
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:

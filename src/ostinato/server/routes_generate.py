@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -28,6 +28,8 @@ from ostinato.server.route import PROBLEMS, JsonRoute, service_of
 from ostinato.server.service import Service
 from ostinato.server.shapes import ChatShape, CompletionShape
 from ostinato.server.sse import EventStream, timed_out
+
+_T = TypeVar("_T")
 
 router = APIRouter(route_class=JsonRoute, responses=PROBLEMS)
 
@@ -46,14 +48,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     service.check_model(body.model)
     check_stream_options(body)
     params = completion_params(body)
+    ask = _ask(request, body, "cmpl", "prompt")
     text_side = service.prompts
     special = body.add_special_tokens is not False
-    prompts = await text_side.completion(body.prompt, add_special_tokens=special)
+    prompts = await ask.in_time(text_side.completion(body.prompt, add_special_tokens=special))
     echoed = None
     if body.echo:
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if not isinstance(texts[0], str):
-            texts = [await text_side.decode(ids) for ids in prompts]
+            texts = [await ask.in_time(text_side.decode(ids)) for ids in prompts]
         echoed = list(zip(texts, prompts, strict=True))
     shape = CompletionShape(
         service.token_text,
@@ -61,8 +64,9 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         logprobs=params.logprobs is not None,
         every_token=bool(body.return_token_ids),
         echoed=echoed,
+        silent=service.token_text.special if params.skip_special_tokens else (),
     )
-    return await _answer(_Ask(service, request, body, "cmpl", "prompt"), prompts, params, shape)
+    return await _answer(ask, prompts, params, shape)
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=_CHAT)
@@ -73,11 +77,14 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     check_stream_options(body)
     form = service.forms.of(body)
     params = chat_params(body, form)
-    prompt, thinking = await service.prompts.chat(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        tools=form.tools,
-        variables=body.chat_template_kwargs,
+    ask = _ask(request, body, "chatcmpl", "messages")
+    prompt, thinking = await ask.in_time(
+        service.prompts.chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            tools=form.tools,
+            variables=body.chat_template_kwargs,
+        )
     )
     shape = ChatShape(
         service.token_text,
@@ -86,20 +93,35 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
         new_parser=form.parser(thinking=thinking),
     )
     try:
-        return await _answer(_Ask(service, request, body, "chatcmpl", "messages"), [prompt], params, shape)
+        return await _answer(ask, [prompt], params, shape)
     except ApiError as error:
         raise under_its_name(error, body) from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """A request on its way through: `prefix` of its answer's id, `field` that holds its prompt."""
+    """A request on its way through: `prefix` of its answer's id, `field` that holds its prompt, when it must end."""
 
     service: Service
     request: Request
     body: Sampling
     prefix: str
     field: str
+    deadline: float
+
+    async def in_time(self, work: Awaitable[_T]) -> _T:
+        """What the work gives. Raises ApiError 504 when it takes longer than the request may."""
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                return await work
+        except TimeoutError:
+            raise timed_out() from None
+
+
+def _ask(request: Request, body: Sampling, prefix: str, field: str) -> _Ask:
+    service = service_of(request)
+    deadline = service.deadline(request.headers.get("x-request-timeout"))
+    return _Ask(service, request, body, prefix, field, deadline)
 
 
 async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParams, shape: Shape) -> Response:
@@ -120,17 +142,16 @@ async def _answer(ask: _Ask, prompts: Sequence[list[int]], params: SamplingParam
     record.prompt_tokens = head.prompt_tokens
     record.user = ask.body.user or ask.body.safety_identifier
     frames = Frames(head, shape)
-    deadline = ask.service.deadline(ask.request.headers.get("x-request-timeout"))
     reply = ask.service.open(ask.body, ask.field, prompts, params, ask.request.receive)
 
     def note() -> None:
         record.completion_tokens, record.finish_reasons = frames.completion_tokens, frames.finish_reasons
 
     try:
-        async with asyncio.timeout_at(deadline):
+        async with asyncio.timeout_at(ask.deadline):
             if ask.body.stream:
                 first = await reply.take()
-                return EventStream(reply, frames, first, deadline, note)
+                return EventStream(reply, frames, first, ask.deadline, note)
             return await _whole(reply, frames)
     except TimeoutError:
         reply.close()

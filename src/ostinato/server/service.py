@@ -13,7 +13,7 @@ from pathlib import PurePath
 from ostinato import __version__
 from ostinato.config import DEMO_NAME, EngineConfig, ServerConfig
 from ostinato.engine.request import SamplingParams
-from ostinato.server.api_errors import ApiError, bad_field, engine_down
+from ostinato.server.api_errors import ApiError, bad_field, shutting_down
 from ostinato.server.client import EngineClient
 from ostinato.server.dashboard.data import About, DashboardData
 from ostinato.server.dashboard.recorder import Recorder
@@ -113,7 +113,7 @@ class Service:
     def check_ready(self) -> None:
         """Raises ApiError 503 unless requests can be served."""
         if self.draining:
-            raise engine_down("the server is shutting down")
+            raise shutting_down()
         self.client.check_ready()
 
     def check_model(self, name: str | None) -> None:

@@ -6,7 +6,7 @@ Knows nothing of usage or of how frames are joined. A chat answer's text may be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from ostinato.engine.delta import SequenceDelta, TokenLogprobs
@@ -97,7 +97,9 @@ class ChatShape:
 
 
 class CompletionShape:
-    """A plain completion. `echoed`: the text and ids of each prompt, when it stands before its completions."""
+    """A plain completion. `echoed`: the text and ids of each prompt, when it stands before its completions. `silent`:
+    tokens that a completion's text leaves out.
+    """
 
     chunk_object = body_object = "text_completion"
 
@@ -109,8 +111,10 @@ class CompletionShape:
         logprobs: bool,
         every_token: bool = False,
         echoed: Sequence[tuple[str, list[int]]] | None = None,
+        silent: Collection[int] = (),
     ) -> None:
         self.every_token = every_token or logprobs
+        self._silent = silent
         self._tokens = tokens
         self._n = n
         self._logprobs = logprobs
@@ -148,11 +152,12 @@ class CompletionShape:
         lists = self._lists.get(choice)
         if lists is None:
             echoed = None if self._echoed is None else self._echoed[place]
-            lists = self._lists[choice] = LegacyLogprobs(self._tokens, echoed)
+            lists = self._lists[choice] = LegacyLogprobs(self._tokens, echoed, silent=self._silent)
             if echoed is not None and place in self._prompt_rows:
                 ids += echoed[1]
                 rows += self._prompt_rows[place]
+        prompt = len(ids)
         for delta in news:
             ids += delta.token_ids
             rows += delta.logprobs or []
-        return lists.take(ids, rows)
+        return lists.take(ids, rows, prompt=prompt)

@@ -8,13 +8,14 @@ the request is aborted if it still runs.
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ostinato.server.api_errors import ApiError, ClientGoneError
+from ostinato.server.api_errors import ApiError, ClientGoneError, mistake, shutting_down
 from ostinato.server.frames import Frames, News, error_frame
 from ostinato.server.replies import Reply
 
@@ -54,6 +55,12 @@ class EventStream(Response):
             await self._fail(write, timed_out())
         except ApiError as problem:
             await self._fail(write, problem)
+        except asyncio.CancelledError:  # the server ends, and the time that it leaves to requests is up
+            await self._fail(write, shutting_down())
+            raise
+        except Exception:
+            traceback.print_exc()
+            await self._fail(write, mistake())
         finally:
             self._on_end()
             self._reply.close()

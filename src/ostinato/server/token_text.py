@@ -7,7 +7,7 @@ requests.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ostinato.engine.delta import TokenLogprobs
@@ -15,10 +15,11 @@ from ostinato.text.tokenizer import Tokenizer
 
 
 class TokenText:
-    """Texts and bytes of a tokenizer's tokens, kept once made."""
+    """Texts and bytes of a tokenizer's tokens, kept once made. `special`: what `skip_special_tokens` leaves out."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.special = tokenizer.special_ids
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def of(self, token_id: int) -> tuple[str, bytes]:
@@ -62,30 +63,41 @@ class LegacyLogprobs:
     """The parallel lists of a completion's log-probabilities; offsets count characters of the choice's text.
 
     `echoed`: the text and ids of the prompt, if the text begins with it. A begin token that the tokenizer has put
-    before a text has no place in it: its offset is 0, as is that of the token behind it.
+    before a text has no place in it: its offset is 0, as is that of the token behind it. `silent`: tokens that the
+    completion's text leaves out; they take no room in it.
     """
 
-    def __init__(self, tokens: TokenText, echoed: tuple[str, Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        tokens: TokenText,
+        echoed: tuple[str, Sequence[int]] | None = None,
+        *,
+        silent: Collection[int] = (),
+    ) -> None:
         self._tokens = tokens
+        self._silent = silent
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
         if echoed is not None:
             text, ids = echoed
             self._offset = len(text) - len(b"".join(tokens.of(i)[1] for i in ids).decode("utf-8", "replace"))
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, list[Any]]:
-        """The lists for the next tokens."""
+    def take(
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], *, prompt: int = 0
+    ) -> dict[str, list[Any]]:
+        """The lists for the next tokens, of which the first `prompt` are the echoed prompt's."""
         lists: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token_id, rows in zip(ids, logprobs, strict=True):
+        for place, (token_id, rows) in enumerate(zip(ids, logprobs, strict=True)):
             text, data = self._tokens.of(token_id)
             lists["tokens"].append(text)
             lists["text_offset"].append(max(self._offset, 0))
-            self._offset += len(self._decoder.decode(data))
+            if place < prompt or token_id not in self._silent:
+                self._offset += len(self._decoder.decode(data))
             chosen = None if rows is None else next(row[1] for row in rows if row[0] == token_id)
             lists["token_logprobs"].append(chosen)
             top = None if rows is None else {self._tokens.of(token)[0]: value for token, value, _ in rows}

@@ -60,6 +60,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,  # so that a variable may have any name
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -213,9 +213,12 @@ class Grammars:
             matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
             probe = matcher.deep_copy()
             probe.compute_ff_tokens()  # a form whose forced text never ends shows it here
+            probe.compute_bitmask()  # and one that no text has, or that is too large to be followed, here
         except Exception as error:
             raise RequestError(f"structured_outputs.{outputs.kind}: {_one_line(error)}") from None
         problem = matcher.get_error() or probe.get_error()
+        if problem.startswith("NoExtension"):
+            problem = "no text has this form"
         if problem:
             raise RequestError(f"structured_outputs.{outputs.kind} cannot be compiled: {_one_line(problem)}")
         return Grammar(matcher, self._vocab_size)
@@ -238,10 +241,15 @@ def _source(outputs: StructuredOutputs) -> str:
     if outputs.regex is not None:
         return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choice)
+        texts = " | ".join(_literal(text) for text in outputs.choice)
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     assert outputs.grammar is not None
     return LLMatcher.grammar_from_lark(outputs.grammar)
+
+
+def _literal(text: str) -> str:
+    """A text in a Lark grammar: as JSON writes it, with the one control character escaped that JSON leaves as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _one_line(error: object) -> str:

@@ -101,8 +101,12 @@ class Tokenizer:
         return self.backend.id_to_token(token_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the checkpoint's BOS (and EOS) when `add_special_tokens`."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text, with the checkpoint's BOS (and EOS) when `add_special_tokens`.
+
+        Other threads run meanwhile: of the library's calls only those for several texts let them.
+        """
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of a sequence; ids outside the vocabulary stand for nothing."""

@@ -20,7 +20,6 @@ from ostinato.text.stop import begun
 
 FORMATS = ("hermes", "llama3_json", "mistral")
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
-_DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,13 @@ def format_of(template: str) -> str | None:
     return None
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)  # without it, Python takes NaN and Infinity as well
+
+
 def new_parser(name: str) -> ToolCallParser:
     """A parser of one of `FORMATS`, for one answer."""
     makers: dict[str, Callable[[], ToolCallParser]] = {
@@ -89,7 +95,7 @@ class HermesParser:
                 ready -= len(self._held[:ready]) - len(self._held[:ready].rstrip("\n"))
                 items += self._content(ready)
                 return items
-            end = self._held.find(_CLOSE, at)
+            end = self._close(at)
             if end < 0:
                 items += self._content(len(self._held[:at].rstrip("\n")))
                 return items
@@ -108,6 +114,13 @@ class HermesParser:
         if call is not None:
             return [item for item in (before.rstrip("\n"), call) if item != ""]
         return [held] if held.strip("\n") else []
+
+    def _close(self, at: int) -> int:
+        """Where the mark is that closes the call, or -1: not one that the call's own JSON holds in a string."""
+        end = self._held.find(_CLOSE, at)
+        while end >= 0 and _ends_in_string(self._held[at + len(_OPEN) : end]):
+            end = self._held.find(_CLOSE, end + 1)
+        return end
 
     def _content(self, size: int) -> list[Item]:
         text, self._held = self._held[:size], self._held[size:]
@@ -138,7 +151,7 @@ class Llama3Parser:
         calls: list[Item] = []
         while text:
             value, end = _object(text)
-            call = _as_call(value, "parameters") or _as_call(value, "arguments")
+            call = _as_call(value, text, "parameters") or _as_call(value, text, "arguments")
             if call is None:
                 return [held] if held else []
             calls.append(call)
@@ -180,10 +193,11 @@ def _mistral_calls(block: str) -> list[ToolCall] | None:
         return []
     if block[0] == "[":
         try:
-            values = json.loads(block)
+            _DECODER.decode(block)
+            parts = _parts(block)
         except (ValueError, RecursionError):
             return None
-        calls = [_as_call(value, "arguments") for value in values]
+        calls = [_call(part, "arguments") for part in parts]
         return None if None in calls else [call for call in calls if call is not None]
     named = re.match(r"([\w.\-]+)\s*(?:\[ARGS\])?\s*(?=\{)", block)
     if named is None:
@@ -191,12 +205,13 @@ def _mistral_calls(block: str) -> list[ToolCall] | None:
     value, end = _object(block[named.end() :])
     if value is None or block[named.end() + end :].strip():
         return None
-    return [ToolCall(named.group(1), json.dumps(value, ensure_ascii=False))]
+    return [ToolCall(named.group(1), block[named.end() :][:end])]
 
 
 def _call(text: str, arguments: str) -> ToolCall | None:
-    value, end = _object(text.strip())
-    return _as_call(value, arguments) if not text.strip()[end:] else None
+    text = text.strip()
+    value, end = _object(text)
+    return _as_call(value, text, arguments) if not text[end:] else None
 
 
 def _object(text: str) -> tuple[Any, int]:
@@ -208,15 +223,54 @@ def _object(text: str) -> tuple[Any, int]:
     return (value, end) if isinstance(value, dict) else (None, 0)
 
 
-def _as_call(value: object, arguments: str) -> ToolCall | None:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or arguments not in value:
+def _ends_in_string(text: str) -> bool:
+    """Whether a text is JSON that breaks off within a string."""
+    try:
+        _DECODER.raw_decode(text.lstrip())
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
+
+
+def _parts(text: str) -> list[str]:
+    """The texts of what the well-formed array or object at the start of a text holds: keys and values by turns."""
+    parts: list[str] = []
+    at = 1
+    while True:
+        while text[at] in " \t\r\n,:":
+            at += 1
+        if text[at] in "]}":
+            return parts
+        _, end = _DECODER.raw_decode(text, at)
+        parts.append(text[at:end])
+        at = end
+
+
+def _as_call(value: object, text: str, key: str) -> ToolCall | None:
+    """The call that the JSON object at the start of `text` is. Its arguments, at `key`, stay as they were written."""
+    if not isinstance(value, Mapping) or key not in value:
         return None
-    given = value[arguments]
+    name, given = value.get("name"), value[key]
     if isinstance(given, str):  # some models write the object as text
-        given = _object(given)[0]
-    if not isinstance(given, Mapping):
+        inner, end = _object(given)
+        given, written = inner, given[:end]
+    else:
+        parts = _parts(text)
+        written = {json.loads(name): part for name, part in zip(parts[::2], parts[1::2], strict=True)}[key]
+    if not isinstance(name, str) or not isinstance(given, Mapping):
         return None
-    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False))
+    return ToolCall(name, written) if _can_be_sent(name + written) else None
+
+
+def _can_be_sent(text: str) -> bool:
+    """Whether UTF-8 can hold it: JSON's escapes can leave half a surrogate pair in a text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def forced_grammar(
