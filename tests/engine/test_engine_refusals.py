@@ -114,6 +114,14 @@ def test_parameters_of_the_wrong_kind(llm: LLM, refuses: Any, params: Any, messa
     refuses(message, lambda: llm.generate("fine", params))
 
 
+@pytest.mark.parametrize("params", [{}, [], 0, "", {"temperature": 0}, [GREEDY]], ids=str)
+def test_parameters_of_the_wrong_kind_for_a_stream(llm: LLM, refuses: Any, params: Any) -> None:
+    """Also those that are false: nothing but None stands for the defaults."""
+    message = "sampling parameters must be SamplingParams, got"
+    refuses(message, lambda: list(llm.generate_stream("fine", params)))
+    refuses(message, lambda: list(llm.chat_stream([{"role": "user", "content": "fine"}], params)))
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

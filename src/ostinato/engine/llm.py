@@ -15,6 +15,7 @@ from typing import Any, cast
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.engine.front import open_engine
+from ostinato.engine.interrupts import delayed_interrupts
 from ostinato.engine.progress import bars
 from ostinato.engine.request import RequestOutput, SamplingParams
 from ostinato.errors import ConfigError, ModelError, RequestError
@@ -110,7 +111,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields its state after each step that changed it (`delta` is the new text)."""
-        return self._stream(prompt, sampling_params or SamplingParams(), add_special_tokens=True)
+        return self._stream(prompt, sampling_params, add_special_tokens=True)
 
     def chat_stream(
         self,
@@ -122,7 +123,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, as `generate_stream` does."""
         prompt = self._chat_prompt(messages, tools, template_variables)
-        return self._stream(prompt, sampling_params or SamplingParams(), add_special_tokens=False)
+        return self._stream(prompt, sampling_params, add_special_tokens=False)
 
     def stats(self) -> dict[str, Any]:
         """Accounting as plain values: graphs (captures, replays, eager steps by reason), KV, expert load."""
@@ -161,7 +162,8 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                names.append(self._submit(prompt, one, add_special_tokens))
+                with delayed_interrupts():  # what is submitted has its name here
+                    names.append(self._submit(prompt, one, add_special_tokens))
             with bars(shown=shown and len(prompts) > 1) as report:
                 while len(done) < len(names):
                     for output in [output for name in names for output in self._take(name)]:
@@ -171,15 +173,19 @@ class LLM:
                     if len(done) < len(names):
                         self._step()
         finally:
-            for name in names:
-                self._drop(name)
+            with delayed_interrupts():
+                for name in names:
+                    self._drop(name)
         return [done[name] for name in names]
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
+        self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Iterator[RequestOutput]:
-        name = self._submit(prompt, params, add_special_tokens)
+        params = SamplingParams() if params is None else params
+        name: str | None = None
         try:
+            with delayed_interrupts():
+                name = self._submit(prompt, params, add_special_tokens)
             while True:
                 for output in self._take(name):
                     yield output
@@ -189,7 +195,8 @@ class LLM:
                     return  # aborted through the engine: whoever did that has its last output
                 self._step()
         finally:
-            self._drop(name)
+            if name is not None:
+                self._drop(name)
 
     def _submit(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> str:
         name = self.engine.submit(prompt, params, add_special_tokens=add_special_tokens)
@@ -197,10 +204,11 @@ class LLM:
         return name
 
     def _step(self) -> None:
-        """One step of the engine; outputs go to their readers' boxes."""
-        for output in self.engine.step():
-            if output.request_id in self._mail:
-                self._mail[output.request_id].append(output)
+        """One step of the engine; outputs go to their readers' boxes, also when Ctrl-C ends the call."""
+        with delayed_interrupts():
+            for output in self.engine.step():
+                if output.request_id in self._mail:
+                    self._mail[output.request_id].append(output)
 
     def _take(self, name: str) -> list[RequestOutput]:
         mail, self._mail[name] = self._mail[name], []
@@ -208,9 +216,10 @@ class LLM:
 
     def _drop(self, name: str) -> None:
         """Forget a request, and end it if it has not ended."""
-        self._mail.pop(name, None)
-        if self._engine is not None:
-            self._engine.abort(name)
+        with delayed_interrupts():
+            self._mail.pop(name, None)
+            if self._engine is not None:
+                self._engine.abort(name)
 
 
 def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
@@ -228,7 +237,7 @@ def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
 
 def _params_for(prompts: list[Prompt], params: Params) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+        return [SamplingParams() if params is None else params] * len(prompts)
     if isinstance(params, str | Mapping) or not isinstance(params, Collection):
         raise RequestError(f"sampling_params must be SamplingParams, or one for each prompt, got {params!r}")
     if len(params) != len(prompts):
