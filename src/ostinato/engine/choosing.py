@@ -25,7 +25,8 @@ Sampling = dict[Sequence, Sampled]
 def choose(result: StepResult, worker: Worker) -> tuple[dict[Sequence, int], Sampling]:
     """The token of each row that chooses one, in order; those that are not the step's own go back to the worker.
 
-    A sequence whose first token comes from NaN or an infinity gets a `problem`: what follows would mean nothing.
+    A sequence whose first token comes from NaN or an infinity gets a `problem`: what follows would mean nothing. One
+    whose form can be followed no further gets one, too.
     """
     chosen: dict[Sequence, int] = {}
     more: Sampling = {}
@@ -46,8 +47,10 @@ def choose(result: StepResult, worker: Worker) -> tuple[dict[Sequence, int], Sam
         sampled = sample(result.logits[others].cpu(), [_sample_input(row) for row in rows], worker.model.ops)
         for row, found in zip(rows, sampled, strict=True):
             chosen[row.sequence], more[row.sequence] = found.token_id, found
-            if row.sequence.matcher is not None:
-                row.sequence.matcher.accept(found.token_id)
+            matcher = row.sequence.matcher
+            if matcher is not None:
+                matcher.accept(found.token_id)
+                row.sequence.problem = row.sequence.problem or matcher.problem
         worker.relay(list(chosen.values()))
     return chosen, more
 

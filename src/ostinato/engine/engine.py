@@ -257,14 +257,13 @@ class Engine:
             self.digest = zlib.crc32(array("q", chosen.values()).tobytes(), self.digest)
 
     def _follow(self, sequence: Sequence, matcher: Matcher | None) -> None:
-        """End a sequence that has a problem, or whose form is complete or can be followed no further."""
+        """End a sequence that has a problem, or whose form is complete."""
         if sequence.problem is not None:  # also if its token has ended it
             self.scheduler.finish(sequence, "error")
             sequence.finish_reason, sequence.stop_reason = "error", sequence.problem
             self._end(sequence)
         elif matcher is not None and sequence.state is not SequenceState.FINISHED and matcher.finished:
-            reason: FinishReason = "stop" if matcher.problem is None else "error"
-            self.scheduler.finish(sequence, reason, matcher.problem)
+            self.scheduler.finish(sequence, "stop")
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:

@@ -139,7 +139,7 @@ class Matcher:
         """Why the matcher can go on no further (a limit of its own, or a token that was not allowed), or None."""
         if not self._matcher.is_error():
             return None
-        return f"structured_outputs could not be kept: {_one_line(self._matcher.get_error())}"
+        return f"structured_outputs could not be kept: {_reason(self._matcher)}"
 
 
 class Grammar:
@@ -213,11 +213,12 @@ class Grammars:
             matcher = llguidance.LLMatcher(vocabulary, source, log_level=0)
             probe = matcher.deep_copy()
             probe.compute_ff_tokens()  # a form whose forced text never ends shows it here
+            probe.compute_bitmask()  # and one that no text can have
         except Exception as error:
             raise RequestError(f"structured_outputs.{outputs.kind}: {_one_line(error)}") from None
-        problem = matcher.get_error() or probe.get_error()
-        if problem:
-            raise RequestError(f"structured_outputs.{outputs.kind} cannot be compiled: {_one_line(problem)}")
+        for one in (matcher, probe):
+            if one.is_error():
+                raise RequestError(f"structured_outputs.{outputs.kind} cannot be compiled: {_reason(one)}")
         return Grammar(matcher, self._vocab_size)
 
 
@@ -239,9 +240,16 @@ def _source(outputs: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.choice is not None:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in outputs.choice)
+        texts = texts.replace("\x7f", "\\u007f")  # the one control character that JSON leaves as it is
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     assert outputs.grammar is not None
     return LLMatcher.grammar_from_lark(outputs.grammar)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why a matcher has given up, without its counters."""
+    why = _one_line(matcher.get_error().partition("<state>")[0])
+    return "no text that goes on from here has this form" if why.startswith("NoExtension") else why
 
 
 def _one_line(error: object) -> str:
