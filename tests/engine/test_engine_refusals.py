@@ -251,3 +251,12 @@ def test_a_model_that_gives_no_numbers_answers_nothing(
         app(["generate", "And the", "--model", str(tmp_path), "--threads", "1", "--dtype", "float32"])
     assert ended.value.code == 2
     assert "could not be finished: the model's logits are no finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [{"kv_memory": "512TiB"}, {"num_pages": 2**31 - 1, "page_size": 2**20}])
+def test_a_cache_that_no_machine_holds(size: dict[str, Any]) -> None:
+    options = {"chunked_prefill_size": 0, "threads": 1, "progress": False} | size
+    with pytest.raises(
+        ConfigError, match=r"too little memory for a KV cache of \d+ pages .* lower kv_memory"
+    ):
+        LLM(**options)
