@@ -1,12 +1,14 @@
 """`LLM`: the engine for offline use, from a checkpoint to text in a few lines.
 
-Drives one `Engine` to completion for each call. Knows nothing of the command line or of HTTP. Invariant: when a call
-ends, however it ends, its requests are gone and their pages free.
+Drives one `Engine` to completion for each call; calls of several threads take turns at its steps, which serve them all.
+Knows nothing of the command line or of HTTP. Invariant: when a call ends, however it ends, its requests are gone and
+their pages free.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
@@ -48,6 +50,8 @@ class LLM:
         self._engine: Engine | None = None
         # Outputs that wait for their reader: several streams, and calls between them, share the engine's steps.
         self._mail: dict[str, list[RequestOutput]] = {}
+        # Held by whoever touches the engine or the mail.
+        self._turn = threading.RLock()
         with bars(shown=self.config.progress) as report:
             self._engine = open_engine(self.config, report)
 
@@ -127,13 +131,15 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Accounting as plain values: graphs (captures, replays, eager steps by reason), KV, expert load."""
-        return self.engine.stats()
+        with self._turn:
+            return self.engine.stats()
 
     def close(self) -> None:
         """Drop the model and its memory, and end the ranks that share it. Further calls raise ConfigError."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        with delayed_interrupts(), self._turn:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -166,7 +172,7 @@ class LLM:
                     names.append(self._submit(prompt, one, add_special_tokens))
             with bars(shown=shown and len(prompts) > 1) as report:
                 while len(done) < len(names):
-                    for output in [output for name in names for output in self._take(name)]:
+                    for output in self._take(*names):
                         if output.finished:
                             done[output.request_id] = output
                     report("Generating", len(done), len(names))
@@ -191,7 +197,7 @@ class LLM:
                     yield output
                     if output.finished:
                         return
-                if not self._mail[name] and not self.engine.is_live(name):
+                if self._is_gone(name):
                     return  # aborted through the engine: whoever did that has its last output
                 self._step()
         finally:
@@ -199,24 +205,34 @@ class LLM:
                 self._drop(name)
 
     def _submit(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> str:
-        name = self.engine.submit(prompt, params, add_special_tokens=add_special_tokens)
-        self._mail[name] = []
-        return name
+        with delayed_interrupts(), self._turn:
+            name = self.engine.submit(prompt, params, add_special_tokens=add_special_tokens)
+            self._mail[name] = []
+            return name
+
+    def _is_gone(self, name: str) -> bool:
+        """Whether nothing of a request can come any more."""
+        with self._turn:
+            return not self._mail[name] and not self.engine.is_live(name)
 
     def _step(self) -> None:
         """One step of the engine; outputs go to their readers' boxes, also when Ctrl-C ends the call."""
-        with delayed_interrupts():
+        with delayed_interrupts(), self._turn:
             for output in self.engine.step():
                 if output.request_id in self._mail:
                     self._mail[output.request_id].append(output)
 
-    def _take(self, name: str) -> list[RequestOutput]:
-        mail, self._mail[name] = self._mail[name], []
-        return mail
+    def _take(self, *names: str) -> list[RequestOutput]:
+        found: list[RequestOutput] = []
+        with self._turn:
+            for name in names:
+                mail, self._mail[name] = self._mail[name], []
+                found += mail
+        return found
 
     def _drop(self, name: str) -> None:
         """Forget a request, and end it if it has not ended."""
-        with delayed_interrupts():
+        with delayed_interrupts(), self._turn:
             self._mail.pop(name, None)
             if self._engine is not None:
                 self._engine.abort(name)
