@@ -29,7 +29,11 @@ class _Delay(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._came: list[FrameType | None] = []
         self._before: Any = _signal.getsignal(signal.SIGINT)
-        if not callable(self._before) or threading.current_thread() is not threading.main_thread():
+        within = isinstance(
+            getattr(self._before, "__self__", None), _Delay
+        )  # a block that delays for this one, too
+        elsewhere = threading.current_thread() is not threading.main_thread()
+        if within or elsewhere or not callable(self._before):
             self._before = None
         else:
             _signal.signal(signal.SIGINT, self._note)
