@@ -139,6 +139,12 @@ def test_bad_conversations(llm: LLM, refuses: Any, messages: Any, message: str) 
     refuses(message, lambda: llm.chat(messages, GREEDY))
 
 
+@pytest.mark.parametrize("tools", [5, "weather", ["weather"], {"name": "weather"}, [None]], ids=str)
+def test_tools_of_the_wrong_kind(llm: LLM, refuses: Any, tools: Any) -> None:
+    messages = [{"role": "user", "content": "fine"}]
+    refuses("tools must be a list of", lambda: llm.chat(messages, GREEDY, tools=tools))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

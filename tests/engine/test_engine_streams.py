@@ -133,6 +133,18 @@ def test_a_name_in_use_is_refused(llm: LLM) -> None:
     llm.engine.abort("mine")
 
 
+def test_names_of_callers_are_in_nobodys_way(llm: LLM, answers: list[str]) -> None:
+    """Whoever chose none gets a name that is free, also where callers use names like the engine's own."""
+    engine = llm.engine
+    number = int(engine.submit("a", PARAMS).removeprefix("request-"))
+    taken = [f"request-{number + i}" for i in (1, 2, 4)]
+    for name in taken:
+        engine.submit("a", PARAMS, request_id=name)
+    assert texts(llm) == answers
+    for name in (f"request-{number}", *taken):
+        engine.abort(name)
+
+
 def test_lower_priority_numbers_run_first(make_llm: Any) -> None:
     llm = make_llm(max_running_requests=1)
     engine = llm.engine

@@ -114,7 +114,7 @@ class Engine:
         """The request as `submit` would queue it, or RequestError."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, got {params!r}")
-        name = f"request-{next(self._names)}" if request_id is None else request_id
+        name = self._new_name() if request_id is None else request_id
         if self.is_live(name):
             raise RequestError(f"request id {name!r} is in use; choose another")
         text = prompt if isinstance(prompt, str) else None
@@ -125,6 +125,10 @@ class Engine:
         if params.form is not None:
             self.grammars.compile(params.form)  # kept for `enqueue`
         return Request(name, ids, params, text, priority, extra_key)
+
+    def _new_name(self) -> str:
+        """One that no request has, whatever names callers chose."""
+        return next(name for i in self._names if not self.is_live(name := f"request-{i}"))
 
     def enqueue(self, request: Request) -> None:
         """Queue what `checked` made, here or on another rank."""
