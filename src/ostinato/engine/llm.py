@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as TokenIds
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -52,6 +53,12 @@ class LLM:
         self._mail: dict[str, list[RequestOutput]] = {}
         # Held by whoever touches the engine or the mail.
         self._turn = threading.RLock()
+        self._within = (
+            False  # the engine, which nothing else may enter then: not even a stream that is collected
+        )
+        self._dropped: list[
+            str
+        ] = []  # requests that nobody waits for, to be ended as soon as the engine may be entered
         with bars(shown=self.config.progress) as report:
             self._engine = open_engine(self.config, report)
 
@@ -205,8 +212,8 @@ class LLM:
                 self._drop(name)
 
     def _submit(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> str:
-        with delayed_interrupts(), self._turn:
-            name = self.engine.submit(prompt, params, add_special_tokens=add_special_tokens)
+        with self._entered() as engine:
+            name = engine.submit(prompt, params, add_special_tokens=add_special_tokens)
             self._mail[name] = []
             return name
 
@@ -217,8 +224,8 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine; outputs go to their readers' boxes, also when Ctrl-C ends the call."""
-        with delayed_interrupts(), self._turn:
-            for output in self.engine.step():
+        with self._entered() as engine:
+            for output in engine.step():
                 if output.request_id in self._mail:
                     self._mail[output.request_id].append(output)
 
@@ -233,9 +240,29 @@ class LLM:
     def _drop(self, name: str) -> None:
         """Forget a request, and end it if it has not ended."""
         with delayed_interrupts(), self._turn:
-            self._mail.pop(name, None)
-            if self._engine is not None:
-                self._engine.abort(name)
+            if self._engine is None:
+                self._mail.pop(name, None)
+                return
+            self._dropped.append(name)
+            if not self._within:
+                with self._entered():
+                    pass
+
+    @contextmanager
+    def _entered(self) -> Iterator[Engine]:
+        """The engine, for one call of it; behind that, what was dropped meanwhile is ended."""
+        with delayed_interrupts(), self._turn:
+            engine, self._within = self.engine, True
+            try:
+                yield engine
+            finally:
+                try:
+                    while self._dropped:
+                        name = self._dropped.pop()
+                        self._mail.pop(name, None)
+                        engine.abort(name)
+                finally:
+                    self._within = False
 
 
 def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
