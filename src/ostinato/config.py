@@ -20,7 +20,7 @@ from typing import Any, Self
 from ostinato.errors import ConfigError
 from ostinato.options import check_field as _check
 from ostinato.options import option as _option
-from ostinato.options import parse_bytes
+from ostinato.options import parse_bytes, whole_number
 from ostinato.options import refuse_unknown as _refuse_unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -37,6 +37,8 @@ WEIGHT_CODINGS = ("auto", "plain")
 DISPATCHES = ("gathered", "sharded", "all_to_all", "all_to_all_fixed")
 TRANSPORTS = ("auto", "shm", "gloo")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+MOST_THREADS = 2048
+"""Far more than any machine has cores: some thousands more, and OpenMP's own start fails with the process."""
 DEMO_NAME = "demo"
 """What the bundled model may be called, where no directory of that name is meant."""
 
@@ -70,11 +72,15 @@ class EngineConfig:
         "auto", "Attention: that of the kernels (auto), reference, flash, or the name of an installed plug-in"
     )
     isa: str = _option("auto", "Instructions the kernels use; auto takes the best there are", choices=ISAS)
-    threads: int | None = _option(None, "CPU threads; all cores when left out", minimum=1)
+    threads: int | None = _option(
+        None, "CPU threads; all cores when left out", minimum=1, maximum=MOST_THREADS
+    )
     pin_threads: bool = _option(
         False, "Keep each CPU thread on a core of its own: steadier beside other work"
     )
-    seed: int = _option(0, "Seed of requests that have none of their own", minimum=0, flag=False)
+    seed: int = _option(
+        0, "Seed of requests that have none of their own", minimum=0, maximum=2**63 - 1, flag=False
+    )
 
     context_length: int | None = _option(
         None, "Longest prompt and answer together; the model's own when left out", minimum=2
@@ -338,10 +344,11 @@ def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, A
     if env.get("OSTINATO_MODEL"):
         options["model"] = env["OSTINATO_MODEL"]
     if env.get("OSTINATO_THREADS"):
-        threads = env["OSTINATO_THREADS"]
-        if not threads.isdigit() or int(threads) < 1:
-            raise ConfigError(f"OSTINATO_THREADS must be a whole number of at least 1, got {threads!r}")
-        options["threads"] = int(threads)
+        options["threads"] = threads = whole_number(env["OSTINATO_THREADS"])
+        if not threads:
+            raise ConfigError(
+                f"OSTINATO_THREADS must be a whole number of at least 1, got {env['OSTINATO_THREADS']!r}"
+            )
     if env.get("NO_PROGRESS"):
         options["progress"] = False
     return options
@@ -361,8 +368,13 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
     env = os.environ if environ is None else environ
     if not all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return None
-    found = LaunchedRank(int(env["RANK"]), int(env["WORLD_SIZE"]), env["MASTER_ADDR"])
-    return found if found.size > 1 else None
+    rank, size = (whole_number(env[name]) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or not size or rank >= size > 1:
+        raise ConfigError(
+            f"RANK {env['RANK']!r} and WORLD_SIZE {env['WORLD_SIZE']!r} are no rank among ranks as torchrun sets them; "
+            "start the processes with it, or unset both"
+        )
+    return LaunchedRank(rank, size, env["MASTER_ADDR"]) if size > 1 else None
 
 
 def triton_is_interpreted(environ: Mapping[str, str] | None = None) -> bool:

@@ -26,6 +26,9 @@ _UNITS: Mapping[str, int] = {
     "ti": 1 << 40,
 }
 
+MOST_BYTES = 1 << 60
+"""What a size stays below, so that no product of it leaves 64 bits."""
+
 
 def option(
     default: Any,
@@ -33,14 +36,14 @@ def option(
     *,
     choices: tuple[str, ...] | None = None,
     minimum: int | None = None,
+    maximum: int = 2**31 - 1,
     flag: bool | str = True,
 ) -> Any:
-    """A field with what validation and the command line need: help, choices, least value, whether it is a
-    flag, or its name as one.
+    """A field with what validation and the command line need: help, choices, least and greatest value, whether it is
+    a flag, or its name as one.
     """
-    return field(
-        default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "flag": flag}
-    )
+    facts = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "flag": flag}
+    return field(default=default, metadata=facts)
 
 
 def check_field(config: Any, spec: Field[Any]) -> None:
@@ -64,6 +67,8 @@ def check_field(config: Any, spec: Field[Any]) -> None:
     elif minimum is not None:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise ConfigError(f"{spec.name} must be a whole number of at least {minimum}, got {value!r}")
+        if value > spec.metadata["maximum"]:
+            raise ConfigError(f"{spec.name} must be at most {spec.metadata['maximum']}, got {value}")
     elif spec.type == "float":
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ConfigError(f"{spec.name} must be a number from 0 to 1, got {value!r}")
@@ -88,19 +93,26 @@ def parse_bytes(value: str | int, *, name: str = "size") -> int:
     """A size in bytes from a number or a string like "512MiB" or "2GB". Raises ConfigError naming `name`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT]i?)?[bB]?)\s*", str(value))
     size = (
-        0
+        0.0
         if match is None or isinstance(value, bool)
-        else int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+        else float(match[1]) * _UNITS[(match[2] or "").lower()]
     )
-    if size < 1:
+    if not 1 <= size < MOST_BYTES:
         raise ConfigError(f"{name} {value!r} is no size; give bytes or a string like '512MiB' or '2GB'")
-    return size
+    return int(size)
+
+
+def whole_number(text: str) -> int | None:
+    """The number that the digits of `text` are, or None where it holds anything else."""
+    found = re.fullmatch(r"\s*([0-9]{1,18})\s*", text)
+    return None if found is None else int(found[1])
 
 
 def _check_buckets(name: str, value: object) -> tuple[int, ...]:
     """Sizes as a tuple, from a list or a string like "1,2,4"."""
     if isinstance(value, str):
-        value = [int(part) if part.strip().isdigit() else part for part in value.split(",")]
+        parts = value.split(",")
+        value = [part if (number := whole_number(part)) is None else number for part in parts]
     if not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list of sizes, got {value!r}; for example [1, 2, 4, 8]")
     sizes = tuple(value)

@@ -12,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ostinato.cli import app
+from ostinato.cli.buckets import read_sizes
+from ostinato.errors import ConfigError
 
 SIZES = {"decode": {"sizes": {"1": 40, "7": 9}}, "prefill": {"sizes": {"50": 3}}}
 
@@ -43,6 +45,56 @@ def test_from_a_file(tmp_path: Path) -> None:
     assert bench("--from", str(path), "--rows", "--max-graphs", "2")["decode"]["planned"]["sizes"] == [1, 32]
     path.write_text("{}")
     assert CliRunner().invoke(app, ["bench", "buckets", "--from", str(path), "--rows"]).exit_code != 0
+
+
+WRONG = {
+    b"": "holds no JSON",
+    b"<html>": "holds no JSON",
+    b"\xff\xfe": "holds no JSON",
+    b"{}": "has no step sizes",
+    b"[1]": "has no step sizes",
+    b"null": "has no step sizes",
+    json.dumps({"graph": {"decode": {"sizes": {"x": 1}}, "prefill": {"sizes": {}}}}).encode(): "has no step",
+    json.dumps({"graph": {"decode": {"sizes": [1]}, "prefill": {"sizes": {}}}}).encode(): "has no step sizes",
+    json.dumps(
+        {"graph": {"decode": {"sizes": {"1": "2"}}, "prefill": {"sizes": {}}}}
+    ).encode(): "has no step",
+    json.dumps({"graphs": {"sizes": 5}}).encode(): "has no step sizes",
+}
+
+
+@pytest.mark.parametrize("content", WRONG)
+def test_what_is_no_stats(tmp_path: Path, content: bytes) -> None:
+    """Of a file and of a server, which may be another's: what it holds instead, in one line."""
+    path = tmp_path / "stats.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{path} {WRONG[content]}"):
+        read_sizes(str(path))
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(ConfigError, match=f"{address} (holds no JSON|has no step sizes)"):
+            read_sizes(address)
+        thread.join(10)
+    with pytest.raises(ConfigError, match=f"{address} cannot be read .*; give the address of a server that"):
+        read_sizes(address)
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=f"{path} cannot be read .*; give a file"):
+            read_sizes(str(path))
 
 
 def test_from_a_server() -> None:

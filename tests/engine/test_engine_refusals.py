@@ -115,6 +115,14 @@ def test_parameters_of_the_wrong_kind(llm: LLM, refuses: Any, params: Any, messa
     refuses(message, lambda: llm.generate("fine", params))
 
 
+@pytest.mark.parametrize("params", [{}, [], 0, "", {"temperature": 0}, [GREEDY]], ids=str)
+def test_parameters_of_the_wrong_kind_for_a_stream(llm: LLM, refuses: Any, params: Any) -> None:
+    """Also those that are false: nothing but None stands for the defaults."""
+    message = "sampling parameters must be SamplingParams, got"
+    refuses(message, lambda: list(llm.generate_stream("fine", params)))
+    refuses(message, lambda: list(llm.chat_stream([{"role": "user", "content": "fine"}], params)))
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -130,6 +138,12 @@ def test_parameters_of_the_wrong_kind(llm: LLM, refuses: Any, params: Any, messa
 )
 def test_bad_conversations(llm: LLM, refuses: Any, messages: Any, message: str) -> None:
     refuses(message, lambda: llm.chat(messages, GREEDY))
+
+
+@pytest.mark.parametrize("tools", [5, "weather", ["weather"], {"name": "weather"}, [None]], ids=str)
+def test_tools_of_the_wrong_kind(llm: LLM, refuses: Any, tools: Any) -> None:
+    messages = [{"role": "user", "content": "fine"}]
+    refuses("tools must be a list of", lambda: llm.chat(messages, GREEDY, tools=tools))
 
 
 @pytest.mark.parametrize(
@@ -279,3 +293,12 @@ def test_a_model_that_gives_no_numbers_answers_nothing(
         app(["generate", "And the", "--model", str(tmp_path), "--threads", "1", "--dtype", "float32"])
     assert ended.value.code == 2
     assert "could not be finished: the model's logits are no finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [{"kv_memory": "512TiB"}, {"num_pages": 2**31 - 1, "page_size": 2**20}])
+def test_a_cache_that_no_machine_holds(size: dict[str, Any]) -> None:
+    options = {"chunked_prefill_size": 0, "threads": 1, "progress": False} | size
+    with pytest.raises(
+        ConfigError, match=r"too little memory for a KV cache of \d+ pages .* lower kv_memory"
+    ):
+        LLM(**options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,6 +131,18 @@ def test_a_name_in_use_is_refused(llm: LLM) -> None:
     llm.engine.abort("mine")
     llm.engine.submit("b", PARAMS, request_id="mine")
     llm.engine.abort("mine")
+
+
+def test_names_of_callers_are_in_nobodys_way(llm: LLM, answers: list[str]) -> None:
+    """Whoever chose none gets a name that is free, also where callers use names like the engine's own."""
+    engine = llm.engine
+    number = int(engine.submit("a", PARAMS).removeprefix("request-"))
+    taken = [f"request-{number + i}" for i in (1, 2, 4)]
+    for name in taken:
+        engine.submit("a", PARAMS, request_id=name)
+    assert texts(llm) == answers
+    for name in (f"request-{number}", *taken):
+        engine.abort(name)
 
 
 def test_lower_priority_numbers_run_first(make_llm: Any) -> None:
@@ -277,6 +291,36 @@ def test_a_capture_that_fails_is_made_again(
     assert llm.stats()["graph"]["decode"]["captures"] == 0
     assert texts(llm) == answers
     assert llm.stats()["graph"]["decode"]["captures"] > 0
+
+
+def test_calls_of_several_threads(make_llm: Any, answers: list[str]) -> None:
+    """Calls and streams of many threads at once: each gets its own answers, and nothing is left."""
+    llm = make_llm(num_pages=24, context_length=64)
+    wrong: list[Any] = []
+
+    def call(first: int) -> None:
+        try:
+            for i in range(first, first + 4):
+                one, other = i % 3, (i + 1) % 3
+                *_, last = llm.generate_stream(PROMPTS[one], PARAMS)
+                found = [last.outputs[0].text, *texts(llm, [PROMPTS[other], PROMPTS[one]])]
+                if not last.finished or found != [answers[one], answers[other], answers[one]]:
+                    wrong.append(found)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # as if there were many more
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+    assert llm._mail == {}
 
 
 def test_a_closed_llm_says_so(make_llm: Any) -> None:

@@ -146,6 +146,7 @@ BAD = [
     ({"regex": r"[^\s\S]"}, "regex cannot be compiled: no text has this form"),
     ({"grammar": "start: start"}, "grammar cannot be compiled: no text has this form"),
     ({"json": {"$ref": "#"}}, "json cannot be compiled: no text has this form"),
+    ({"regex": r"a[^\s\S]"}, "regex cannot be compiled: no text has this form"),
 ]
 
 
@@ -192,6 +193,27 @@ def test_a_matcher_that_gives_up_before_a_token_is_no_end(llm: LLM, monkeypatch:
     assert output.finish_reason == "error"
     assert str(output.stop_reason).startswith("structured_outputs could not be kept")
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("end", ["b", "/[^\\s\\S]/"])
+@pytest.mark.parametrize("more", [{}, {"min_tokens": 9}, {"ignore_eos": True}, {"max_tokens": 2}], ids=str)
+def test_a_dead_end_is_an_error_and_no_stop(end: str, more: dict[str, Any], llm: LLM) -> None:
+    """A form that goes on to where no text can: what has been said does not have it, whatever ends the completion."""
+    form = {"grammar": f'start: "a" {end} | "a" "c" {end}\nb: b'}
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 9, "structured_outputs": form} | more)
+    output = llm.generate(PROMPT, params)[0].outputs[0]
+    assert output.finish_reason == "error"
+    assert output.stop_reason == (
+        "structured_outputs could not be kept: no text that goes on from here has this form"
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6))
+def test_a_choice_may_hold_any_character(text: str, shared_llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, structured_outputs={"choice": [text + "\x7f", text + "\x7f"]})
+    output = shared_llm.generate(PROMPT, params)[0].outputs[0]
+    assert (output.text, output.finish_reason) == (text + "\x7f", "stop")
 
 
 @pytest.mark.parametrize("form", FORMS)

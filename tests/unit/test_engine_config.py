@@ -132,16 +132,33 @@ def test_sizes(value: str | int, size: int) -> None:
     assert parse_bytes(value) == size
 
 
-@pytest.mark.parametrize("value", ["", "MiB", "-1", "1TBs", "1 2", True, 0.0])
+@pytest.mark.parametrize(
+    "value", ["", "MiB", "-1", "1TBs", "1 2", True, 0.0, "9" * 400, "1048576TiB", 10**30]
+)
 def test_bad_sizes(value: Any) -> None:
     with pytest.raises(ConfigError, match="is no size; give bytes or a string like '512MiB'"):
         parse_bytes(value)
 
 
-@pytest.mark.parametrize("threads", ["0", "many", "-2"])
+@pytest.mark.parametrize("threads", ["0", "many", "-2", "\u00b2", "9" * 5000])
 def test_bad_environment_is_named(threads: str) -> None:
     with pytest.raises(ConfigError, match=f"OSTINATO_THREADS must be .* got '{threads}'"):
         environment_options({"OSTINATO_THREADS": threads})
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(EngineConfig)])
+@pytest.mark.parametrize("number", [2**63, 10**30])
+def test_numbers_beyond_all_bounds_are_refused(name: str, number: int) -> None:
+    """No option takes a number that does not fit where the engine keeps it, in 64 bits at the most."""
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(**{name: number})
+
+
+@pytest.mark.parametrize("name", ["decode_buckets", "prefill_buckets"])
+@pytest.mark.parametrize("sizes", ["1,\u00b2", "1,-2", "1,1_0", "1," + "9" * 5000, "1,2.0"])
+def test_lists_of_what_is_no_number(name: str, sizes: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must hold whole numbers of at least 1, got"):
+        EngineConfig(**{name: sizes})
 
 
 def test_cache_dir_follows_the_environment() -> None:
@@ -166,3 +183,6 @@ def test_ranks_that_torchrun_starts() -> None:
     assert launched_rank(env | {"WORLD_SIZE": "1"}) is None
     assert launched_rank({}) is None
     assert launched_rank({name: value for name, value in env.items() if name != "MASTER_PORT"}) is None
+    for wrong in ({"RANK": "x"}, {"RANK": "-1"}, {"RANK": "4"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "four"}):
+        with pytest.raises(ConfigError, match=r"RANK '.*' and WORLD_SIZE '.*' are no rank among ranks"):
+            launched_rank(env | wrong)

@@ -41,6 +41,17 @@ def test_a_second_one_does_not_wait() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_one_beside_an_error_is_not_lost() -> None:
+    def work() -> None:
+        with delayed_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("x")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        work()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
 def test_errors_pass() -> None:
     with pytest.raises(ValueError, match="x"), delayed_interrupts():
         raise ValueError("x")

@@ -13,6 +13,7 @@ import json
 import random
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -137,28 +138,40 @@ def rules_for(config: EngineConfig, sizes: Sizes, lists: Lists) -> ShapeRules:
 
 def read_sizes(source: str) -> tuple[Sizes, Lists]:
     """Steps by size of both kinds, and the buckets that were in use, where they are told. Raises ConfigError."""
-    if source.startswith(("http://", "https://")):
-        keys = ServerConfig.of().api_keys
-        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        request = urllib.request.Request(f"{source.rstrip('/')}/dashboard/data?after=0", headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            data = json.load(answer)
-        graphs = data.get("graphs") or {}
-        found, lists = graphs.get("sizes"), graphs.get("lists")
-    else:
-        lines = Path(source).read_text(encoding="utf-8").strip().splitlines()
-        try:
-            data = json.loads(lines[-1] if lines and lines[-1].startswith("{") else "\n".join(lines))
-        except ValueError as error:
-            raise ConfigError(
-                f"{source} holds no JSON ({error}); give what `--json` or `bench` printed"
-            ) from error
-        found, lists = _graphs(data)
-    if not found:
+    served = source.startswith(("http://", "https://"))
+    try:
+        found, lists = _served(source) if served else _written(Path(source).read_text(encoding="utf-8"))
+    except (OSError, HTTPException) as error:
+        remedy = "give the address of a server that runs" if served else "give a file"
+        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(f"{source} cannot be read ({why}); {remedy}") from error
+    except ValueError as error:
+        told = "the address of a server of ostinato" if served else "what `--json` or `bench` printed"
+        raise ConfigError(f"{source} holds no JSON ({error}); give {told}") from error
+    try:
+        return {kind: {int(size): steps + 0 for size, steps in found[kind].items()} for kind in KINDS}, lists
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{source} has no step sizes; give stats of an engine that has run, with graph.decode.sizes"
-        )
-    return {kind: {int(size): steps for size, steps in found[kind].items()} for kind in KINDS}, lists or {}
+        ) from error
+
+
+def _served(address: str) -> tuple[Any, Lists]:
+    """Sizes and lists as a server tells its dashboard; of the sizes, what it may be."""
+    keys = ServerConfig.of().api_keys
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    request = urllib.request.Request(f"{address.rstrip('/')}/dashboard/data?after=0", headers=headers)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        data = json.load(answer)
+    graphs = data.get("graphs") if isinstance(data, dict) else None
+    return (graphs.get("sizes"), graphs.get("lists") or {}) if isinstance(graphs, dict) else (None, {})
+
+
+def _written(text: str) -> tuple[Any, Lists]:
+    """Those of the last line, if it is an object, else of all of the text."""
+    lines = text.strip().splitlines()
+    sizes, lists = _graphs(json.loads(lines[-1] if lines and lines[-1].startswith("{") else "\n".join(lines)))
+    return sizes, lists or {}
 
 
 def _graphs(value: Any) -> tuple[dict[str, dict[str, int]] | None, Lists | None]:

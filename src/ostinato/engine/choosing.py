@@ -25,8 +25,8 @@ Sampling = dict[Sequence, Sampled]
 def choose(result: StepResult, worker: Worker) -> tuple[dict[Sequence, int], Sampling]:
     """The token of each row that chooses one, in order; those that are not the step's own go back to the worker.
 
-    A sequence whose first token comes from NaN or an infinity gets a `problem`: what follows would mean nothing. So
-    does one whose form could not say which tokens may come next.
+    A sequence whose first token comes from NaN or an infinity gets a `problem`: what follows would mean nothing. One
+    whose form can be followed no further gets one, too.
     """
     chosen: dict[Sequence, int] = {}
     more: Sampling = {}
@@ -49,9 +49,8 @@ def choose(result: StepResult, worker: Worker) -> tuple[dict[Sequence, int], Sam
             chosen[row.sequence], more[row.sequence] = found.token_id, found
             matcher = row.sequence.matcher
             if matcher is not None:
-                # One that has given up allows the end only, which must not pass for a text of the form.
-                row.sequence.problem = row.sequence.problem or matcher.problem
                 matcher.accept(found.token_id)
+                row.sequence.problem = row.sequence.problem or matcher.problem
         worker.relay(list(chosen.values()))
     return chosen, more
 

@@ -2,8 +2,9 @@
 
     submit ─▶ scheduler ─▶ worker ─▶ sampler ─▶ scheduler.commit ─▶ output streams ─▶ RequestOutput
 
-Single-threaded: `submit`, `step` and `abort` are called from one thread. Invariant: whatever a step raises, no page and
-no request is lost; the requests of that step end with reason "error" and the engine goes on.
+Single-threaded: `submit`, `step` and `abort` are called from one thread, and Ctrl-C waits for their end. Invariant:
+whatever a step raises, no page and no request is lost; the requests of that step end with reason "error" and the engine
+goes on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.engine.choosing import choose
 from ostinato.engine.delta import SequenceDelta
+from ostinato.engine.interrupts import delayed_interrupts
 from ostinato.engine.launch import launch
 from ostinato.engine.live import LiveRequest
 from ostinato.engine.output import OutputStream
@@ -96,7 +98,8 @@ class Engine:
     ) -> str:
         """Queue a prompt (text or token ids); returns its id. Raises RequestError for what can never be served."""
         request = self.checked(prompt, params, request_id, priority, extra_key, add_special_tokens)
-        self.enqueue(request)
+        with delayed_interrupts():
+            self.enqueue(request)
         return request.request_id
 
     def checked(
@@ -111,7 +114,7 @@ class Engine:
         """The request as `submit` would queue it, or RequestError."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, got {params!r}")
-        name = f"request-{next(self._names)}" if request_id is None else request_id
+        name = self._new_name() if request_id is None else request_id
         if self.is_live(name):
             raise RequestError(f"request id {name!r} is in use; choose another")
         text = prompt if isinstance(prompt, str) else None
@@ -122,6 +125,10 @@ class Engine:
         if params.form is not None:
             self.grammars.compile(params.form)  # kept for `enqueue`
         return Request(name, ids, params, text, priority, extra_key)
+
+    def _new_name(self) -> str:
+        """One that no request has, whatever names callers chose."""
+        return next(name for i in self._names if not self.is_live(name := f"request-{i}"))
 
     def enqueue(self, request: Request) -> None:
         """Queue what `checked` made, here or on another rank."""
@@ -216,12 +223,14 @@ class Engine:
 
         When it raises, the requests of the step have ended with reason "error"; the next call returns them.
         """
-        self._advance()
+        with delayed_interrupts():
+            self._advance()
         return self._collect()
 
     def step_deltas(self) -> list[SequenceDelta]:
         """Run one step as `step` does; returns only what it added. Give a request to one of the two, not to both."""
-        self._advance()
+        with delayed_interrupts():
+            self._advance()
         return self._collect_deltas()
 
     def _advance(self) -> None:
@@ -234,7 +243,7 @@ class Engine:
         else:
             try:
                 self._run(plan)
-            except BaseException:  # an interrupt, too, leaves rows half computed
+            except BaseException:  # a second interrupt, too, leaves rows half computed
                 for row in plan.rows:
                     self._finish_request(row.sequence.request.request_id, "error")
                 raise
@@ -262,14 +271,13 @@ class Engine:
             self.digest = zlib.crc32(array("q", chosen.values()).tobytes(), self.digest)
 
     def _follow(self, sequence: Sequence, matcher: Matcher | None) -> None:
-        """End a sequence that has a problem, or whose form is complete or can be followed no further."""
+        """End a sequence that has a problem, or whose form is complete."""
         if sequence.problem is not None:  # also if its token has ended it
             self.scheduler.finish(sequence, "error")
             sequence.finish_reason, sequence.stop_reason = "error", sequence.problem
             self._end(sequence)
         elif matcher is not None and sequence.state is not SequenceState.FINISHED and matcher.finished:
-            reason: FinishReason = "stop" if matcher.problem is None else "error"
-            self.scheduler.finish(sequence, reason, matcher.problem)
+            self.scheduler.finish(sequence, "stop")
             self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
@@ -326,8 +334,9 @@ class Engine:
         live = self._live.get(request_id)
         if live is None:
             return None
-        self._finish_request(request_id, "abort")
-        del self._live[request_id], self._touched[request_id]
+        with delayed_interrupts():
+            self._finish_request(request_id, "abort")
+            del self._live[request_id], self._touched[request_id]
         return live.output()
 
     def _finish_request(self, request_id: str, reason: FinishReason) -> None:

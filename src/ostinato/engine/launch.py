@@ -19,6 +19,7 @@ from ostinato.config import DEMO_NAME, EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.device import choose_device, graph_backend
 from ostinato.engine.kernels import Kernels, choose_kernels
+from ostinato.engine.memory import memory_for
 from ostinato.engine.plan import StepPlan
 from ostinato.engine.prefill_delayer import (
     STATE_WORDS,
@@ -126,14 +127,23 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     )
     sizes = plan_sizes(config, model_config, layout)
     sizes = replace(sizes, max_num_tokens=align_up(sizes.max_num_tokens, plan.topology.attn_tp))
-    pool = KVPool(
-        layout,
-        num_pages=sizes.num_pages,
-        max_requests=sizes.max_bs,
-        max_pages_per_request=-(-sizes.context_length // config.page_size) + 1,
-        device=device,
-    )
-    worker = _worker(config, directory, model_config, sizes, pool, report, plan)
+    with memory_for(
+        f"a KV cache of {sizes.num_pages} pages of {layout.bytes_per_page} bytes, and a page table for {sizes.max_bs} "
+        "requests",
+        "lower kv_memory or num_pages, or max_running_requests",
+    ):
+        pool = KVPool(
+            layout,
+            num_pages=sizes.num_pages,
+            max_requests=sizes.max_bs,
+            max_pages_per_request=-(-sizes.context_length // config.page_size) + 1,
+            device=device,
+        )
+    with memory_for(
+        f"the model and steps of {sizes.max_num_tokens} tokens and {sizes.max_bs} requests",
+        "lower max_prefill_tokens, chunked_prefill_size or max_running_requests, or give the model more memory",
+    ):
+        worker = _worker(config, directory, model_config, sizes, pool, report, plan)
     if config.capture == "startup" and worker.decode.backend.captures:
         worker.capture(report)
     passes = _passes(config, sizes, worker.coordinator)

@@ -1,20 +1,24 @@
 """`LLM`: the engine for offline use, from a checkpoint to text in a few lines.
 
-Drives one `Engine` to completion for each call. Knows nothing of the command line or of HTTP. Invariant: when a call
-ends, however it ends, its requests are gone and their pages free.
+Drives one `Engine` to completion for each call; calls of several threads take turns at its steps, which serve them all.
+Knows nothing of the command line or of HTTP. Invariant: when a call ends, however it ends, its requests are gone and
+their pages free.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as TokenIds
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.engine.front import open_engine
+from ostinato.engine.interrupts import delayed_interrupts
 from ostinato.engine.progress import bars
 from ostinato.engine.request import RequestOutput, SamplingParams
 from ostinato.errors import ConfigError, ModelError, RequestError
@@ -47,6 +51,14 @@ class LLM:
         self._engine: Engine | None = None
         # Outputs that wait for their reader: several streams, and calls between them, share the engine's steps.
         self._mail: dict[str, list[RequestOutput]] = {}
+        # Held by whoever touches the engine or the mail.
+        self._turn = threading.RLock()
+        self._within = (
+            False  # the engine, which nothing else may enter then: not even a stream that is collected
+        )
+        self._dropped: list[
+            str
+        ] = []  # requests that nobody waits for, to be ended as soon as the engine may be entered
         with bars(shown=self.config.progress) as report:
             self._engine = open_engine(self.config, report)
 
@@ -110,7 +122,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields its state after each step that changed it (`delta` is the new text)."""
-        return self._stream(prompt, sampling_params or SamplingParams(), add_special_tokens=True)
+        return self._stream(prompt, sampling_params, add_special_tokens=True)
 
     def chat_stream(
         self,
@@ -122,17 +134,19 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, as `generate_stream` does."""
         prompt = self._chat_prompt(messages, tools, template_variables)
-        return self._stream(prompt, sampling_params or SamplingParams(), add_special_tokens=False)
+        return self._stream(prompt, sampling_params, add_special_tokens=False)
 
     def stats(self) -> dict[str, Any]:
         """Accounting as plain values: graphs (captures, replays, eager steps by reason), KV, expert load."""
-        return self.engine.stats()
+        with self._turn:
+            return self.engine.stats()
 
     def close(self) -> None:
         """Drop the model and its memory, and end the ranks that share it. Further calls raise ConfigError."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        with delayed_interrupts(), self._turn:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -161,56 +175,94 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                names.append(self._submit(prompt, one, add_special_tokens))
+                with delayed_interrupts():  # what is submitted has its name here
+                    names.append(self._submit(prompt, one, add_special_tokens))
             with bars(shown=shown and len(prompts) > 1) as report:
                 while len(done) < len(names):
-                    for output in [output for name in names for output in self._take(name)]:
+                    for output in self._take(*names):
                         if output.finished:
                             done[output.request_id] = output
                     report("Generating", len(done), len(names))
                     if len(done) < len(names):
                         self._step()
         finally:
-            for name in names:
-                self._drop(name)
+            with delayed_interrupts():
+                for name in names:
+                    self._drop(name)
         return [done[name] for name in names]
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool
+        self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Iterator[RequestOutput]:
-        name = self._submit(prompt, params, add_special_tokens)
+        params = SamplingParams() if params is None else params
+        name: str | None = None
         try:
+            with delayed_interrupts():
+                name = self._submit(prompt, params, add_special_tokens)
             while True:
                 for output in self._take(name):
                     yield output
                     if output.finished:
                         return
-                if not self._mail[name] and not self.engine.is_live(name):
+                if self._is_gone(name):
                     return  # aborted through the engine: whoever did that has its last output
                 self._step()
         finally:
-            self._drop(name)
+            if name is not None:
+                self._drop(name)
 
     def _submit(self, prompt: Prompt, params: SamplingParams, add_special_tokens: bool) -> str:
-        name = self.engine.submit(prompt, params, add_special_tokens=add_special_tokens)
-        self._mail[name] = []
-        return name
+        with self._entered() as engine:
+            name = engine.submit(prompt, params, add_special_tokens=add_special_tokens)
+            self._mail[name] = []
+            return name
+
+    def _is_gone(self, name: str) -> bool:
+        """Whether nothing of a request can come any more."""
+        with self._turn:
+            return not self._mail[name] and not self.engine.is_live(name)
 
     def _step(self) -> None:
-        """One step of the engine; outputs go to their readers' boxes."""
-        for output in self.engine.step():
-            if output.request_id in self._mail:
-                self._mail[output.request_id].append(output)
+        """One step of the engine; outputs go to their readers' boxes, also when Ctrl-C ends the call."""
+        with self._entered() as engine:
+            for output in engine.step():
+                if output.request_id in self._mail:
+                    self._mail[output.request_id].append(output)
 
-    def _take(self, name: str) -> list[RequestOutput]:
-        mail, self._mail[name] = self._mail[name], []
-        return mail
+    def _take(self, *names: str) -> list[RequestOutput]:
+        found: list[RequestOutput] = []
+        with self._turn:
+            for name in names:
+                mail, self._mail[name] = self._mail[name], []
+                found += mail
+        return found
 
     def _drop(self, name: str) -> None:
         """Forget a request, and end it if it has not ended."""
-        self._mail.pop(name, None)
-        if self._engine is not None:
-            self._engine.abort(name)
+        with delayed_interrupts(), self._turn:
+            if self._engine is None:
+                self._mail.pop(name, None)
+                return
+            self._dropped.append(name)
+            if not self._within:
+                with self._entered():
+                    pass
+
+    @contextmanager
+    def _entered(self) -> Iterator[Engine]:
+        """The engine, for one call of it; behind that, what was dropped meanwhile is ended."""
+        with delayed_interrupts(), self._turn:
+            engine, self._within = self.engine, True
+            try:
+                yield engine
+            finally:
+                try:
+                    while self._dropped:
+                        name = self._dropped.pop()
+                        self._mail.pop(name, None)
+                        engine.abort(name)
+                finally:
+                    self._within = False
 
 
 def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
@@ -228,7 +280,7 @@ def _as_list(prompts: Prompt | TokenIds[Prompt]) -> list[Prompt]:
 
 def _params_for(prompts: list[Prompt], params: Params) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+        return [SamplingParams() if params is None else params] * len(prompts)
     if isinstance(params, str | Mapping) or not isinstance(params, Collection):
         raise RequestError(f"sampling_params must be SamplingParams, or one for each prompt, got {params!r}")
     if len(params) != len(prompts):

@@ -74,6 +74,7 @@ class ChatTemplate:
         Raises RequestError for messages the template refuses, ModelError when the template itself is missing
         or broken.
         """
+        _check_tools(tools)
         name = self._choose(template, bool(tools))
         compiled = self._compile(name)
         # Without what a message leaves empty: most templates print a missing key as nothing, and None as "None".
@@ -123,6 +124,14 @@ def check_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise RequestError("messages is empty; give at least one {'role': 'user', 'content': ...}")
     return [_check_message(index, message) for index, message in enumerate(messages)]
+
+
+def _check_tools(tools: object) -> None:
+    """Raises RequestError unless `tools` is None or a list of mappings."""
+    if tools is None:
+        return
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(f"tools must be a list of {{'type': 'function', 'function': ...}}, got {tools!r}")
 
 
 def _check_message(index: int, message: Message) -> dict[str, Any]:

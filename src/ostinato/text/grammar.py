@@ -139,7 +139,7 @@ class Matcher:
         """Why the matcher can go on no further (a limit of its own, or a token that was not allowed), or None."""
         if not self._matcher.is_error():
             return None
-        return f"structured_outputs could not be kept: {_one_line(self._matcher.get_error())}"
+        return f"structured_outputs could not be kept: {_reason(self._matcher)}"
 
 
 class Grammar:
@@ -216,11 +216,10 @@ class Grammars:
             probe.compute_bitmask()  # and one that no text has, or that is too large to be followed, here
         except Exception as error:
             raise RequestError(f"structured_outputs.{outputs.kind}: {_one_line(error)}") from None
-        problem = matcher.get_error() or probe.get_error()
-        if problem.startswith("NoExtension"):
-            problem = "no text has this form"
-        if problem:
-            raise RequestError(f"structured_outputs.{outputs.kind} cannot be compiled: {_one_line(problem)}")
+        for one in (matcher, probe):
+            if one.is_error():
+                reason = _reason(one, dead_end="no text has this form")
+                raise RequestError(f"structured_outputs.{outputs.kind} cannot be compiled: {reason}")
         return Grammar(matcher, self._vocab_size)
 
 
@@ -250,6 +249,12 @@ def _source(outputs: StructuredOutputs) -> str:
 def _literal(text: str) -> str:
     """A text in a Lark grammar: as JSON writes it, with the one control character escaped that JSON leaves as it is."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _reason(matcher: LLMatcher, dead_end: str = "no text that goes on from here has this form") -> str:
+    """Why a matcher has given up, without its counters; `dead_end` where nothing may follow."""
+    why = _one_line(matcher.get_error().partition("<state>")[0])
+    return dead_end if why.startswith("NoExtension") else why
 
 
 def _one_line(error: object) -> str:
