@@ -36,7 +36,7 @@ from ostinato.engine.request import (
     as_token_ids,
     check_text,
 )
-from ostinato.engine.sampler import needs_history, rule_of, top_logprobs
+from ostinato.engine.sampler import needs_history, rule_of, score
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.errors import RequestError
 from ostinato.ops.choice import mix64
@@ -292,11 +292,9 @@ class Engine:
         found = self._live[request.request_id].prompt_logprobs
         assert found is not None
         assert request.params.prompt_logprobs is not None
-        for i in range(logits.shape[0]):
-            position = first + i + 1
-            if position < len(request.prompt_token_ids):
-                token = request.prompt_token_ids[position]
-                found[position] = top_logprobs(logits[i], token, request.params.prompt_logprobs)[1]
+        tokens = request.prompt_token_ids[first + 1 : first + 1 + logits.shape[0]]
+        rows = score(logits[: len(tokens)], tokens, request.params.prompt_logprobs)
+        found[first + 1 : first + 1 + len(tokens)] = rows
 
     def _collect(self) -> list[RequestOutput]:
         outputs = []

@@ -142,3 +142,8 @@ class OutputStream:
 def as_rows(position: dict[int, Logprob]) -> TokenLogprobs:
     """One position's log-probabilities as rows, in their order."""
     return [(token, value.logprob, value.rank) for token, value in position.items()]
+
+
+def as_position(rows: TokenLogprobs) -> dict[int, Logprob]:
+    """The other way round."""
+    return {token: Logprob(logprob, rank) for token, logprob, rank in rows}
