@@ -285,10 +285,15 @@ def test_a_model_that_gives_no_numbers_answers_nothing(
         {"repetition_penalty": 1.2},
         {"structured_outputs": {"regex": "[0-9]+"}},
     ]
+    ways += [{"stop_token_ids": list(range(2048))}]
+    # The token that such a greedy choice takes.
+    ways += [{"temperature": 0, "stop": "<|begin|>", "skip_special_tokens": False}]
     for way in ways:
         for choice in llm.generate("And the", SamplingParams(**{"max_tokens": 3} | way))[0].outputs:
             assert choice.finish_reason == "error", way
             assert "the model's logits are no finite numbers" in str(choice.stop_reason), way
+    ends = {name: n for name, n in llm.stats()["scheduler"].items() if name.startswith("finished_")}
+    assert ends == {"finished_error": len(ways) + 1}, "whatever else would have ended it with that token"
     with pytest.raises(SystemExit) as ended:
         app(["generate", "And the", "--model", str(tmp_path), "--threads", "1", "--dtype", "float32"])
     assert ended.value.code == 2

@@ -262,7 +262,7 @@ class Engine:
             if live.streams[sequence.index].push(token, sampled, ends_sequence=at_stop):
                 self.scheduler.finish(sequence, "stop")
                 self._end(sequence)
-            if sequence.problem is not None or sequence.matcher is not None:
+            if sequence.matcher is not None:
                 self._follow(sequence, sequence.matcher)
         for sequence in ended:
             self._end(sequence)
@@ -270,13 +270,9 @@ class Engine:
         if self._digests:
             self.digest = zlib.crc32(array("q", chosen.values()).tobytes(), self.digest)
 
-    def _follow(self, sequence: Sequence, matcher: Matcher | None) -> None:
-        """End a sequence that has a problem, or whose form is complete."""
-        if sequence.problem is not None:  # also if its token has ended it
-            self.scheduler.finish(sequence, "error")
-            sequence.finish_reason, sequence.stop_reason = "error", sequence.problem
-            self._end(sequence)
-        elif matcher is not None and sequence.state is not SequenceState.FINISHED and matcher.finished:
+    def _follow(self, sequence: Sequence, matcher: Matcher) -> None:
+        """End a sequence whose form is complete."""
+        if sequence.state is not SequenceState.FINISHED and matcher.finished:
             self.scheduler.finish(sequence, "stop")
             self._end(sequence)
 
