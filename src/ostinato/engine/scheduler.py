@@ -153,7 +153,7 @@ class Scheduler:
         return StepPlan(StepMode.DECODE, tuple(rows)) if rows else None
 
     def commit(self, plan: StepPlan, tokens: Mapping[Sequence, int]) -> list[Sequence]:
-        """Take the tokens of a step that ran, by sequence; returns those that it ended (by length, token or problem)."""
+        """Take the tokens of a step that ran, by sequence; returns those that it ended (length, token, problem)."""
         ended: list[Sequence] = []
         for row in plan.rows:
             sequence = row.sequence
