@@ -300,6 +300,18 @@ def test_a_model_that_gives_no_numbers_answers_nothing(
     assert "could not be finished: the model's logits are no finite" in capsys.readouterr().err
 
 
+def test_a_context_that_no_machine_holds(tmp_path: Path) -> None:
+    """All of it is served unless another length is asked for; then nothing is made in the model's size."""
+    source = copied(tmp_path, "config.json")
+    values = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 10**9}))
+    options: dict[str, Any] = {"threads": 1, "progress": False}
+    with pytest.raises(ConfigError, match=r"too little memory for a KV cache of .* lower .*context_length"):
+        LLM(model=tmp_path, **options)
+    with LLM(model=tmp_path, context_length=512, **options) as llm:
+        assert llm.generate("And the", GREEDY)[0].finished
+
+
 @pytest.mark.parametrize("size", [{"kv_memory": "512TiB"}, {"num_pages": 2**31 - 1, "page_size": 2**20}])
 def test_a_cache_that_no_machine_holds(size: dict[str, Any]) -> None:
     options = {"chunked_prefill_size": 0, "threads": 1, "progress": False} | size
