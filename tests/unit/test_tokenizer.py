@@ -155,6 +155,10 @@ DESCRIPTIONS: dict[str, dict[str, dict[str, object]]] = {
         "added_tokens": {"<x>": 272, "</s>": 1, "<y>": 271},
         "config": {"pad_token": "<pad>"},
     },
+    "special tokens in text are text": {
+        "config": {"split_special_tokens": True, "extra_special_tokens": ["the"], "eos_token": "</s>"}
+    },
+    "and are none of it": {"config": {"split_special_tokens": False, "eos_token": "</s>"}},
     "a named one with flags": {
         "config": {"eos_token": {"__type": "AddedToken", **flags("the", rstrip=True)}}
     },
@@ -193,6 +197,7 @@ def test_tokens_described_beside_the_tokenizer(
         ({"config": {"additional_special_tokens": "<x>"}}, "must be a list of tokens, got '<x>'"),
         ({"config": {"extra_special_tokens": [flags("<x>") | {"rstrip": "no"}]}}, "must be a token"),
         ({"config": {"eos_token": ["</s>"]}}, "eos_token of the tokenizer must be a token"),
+        ({"config": {"split_special_tokens": "yes"}}, "split_special_tokens .* true or false, got 'yes'"),
         ({"added_tokens": {"<x>": "300"}}, r"added_tokens.json .* an object of ids by token"),
     ],
 )

@@ -61,6 +61,7 @@ class Tokenizer:
         special_map = read_json(root / "special_tokens_map.json")
         special = read_special_tokens(config, special_map)
         add_described_tokens(backend, config, special_map, read_json(root / "added_tokens.json"))
+        backend.encode_special_tokens = _splits_special_tokens(config)
         return cls(
             backend,
             special_tokens=special,
@@ -150,6 +151,16 @@ def read_special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(value, str) and value:
                 found.setdefault(name, value)
     return found
+
+
+def _splits_special_tokens(config: Mapping[str, Any]) -> bool:
+    """Whether special tokens that stand in a text are split like any other text."""
+    value = config.get("split_special_tokens") or False
+    if not isinstance(value, bool):
+        raise ModelError(
+            f"split_special_tokens of the tokenizer must be true or false, got {value!r}; correct it in the checkpoint"
+        )
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
