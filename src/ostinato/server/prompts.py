@@ -19,6 +19,7 @@ from ostinato.errors import ModelError, RequestError
 from ostinato.server.api_errors import ApiError, bad_field
 from ostinato.server.messages import EngineInfo
 from ostinato.server.protocol import ChatMessage
+from ostinato.text.detokenizer import open_detokenizer
 from ostinato.text.reasoning import OPEN
 from ostinato.text.tokenizer import Tokenizer
 
@@ -102,6 +103,16 @@ class Prompts:
         return await self._run(
             lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False), len(token_ids)
         )
+
+    async def echo(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt in front of its completion, which begins with a character that is unfinished here."""
+        return await self._run(lambda: self._settled(token_ids), len(token_ids))
+
+    def _settled(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer.pieces is None:  # then a completion takes all of its prompt's text for handed out
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        stream = open_detokenizer(self.tokenizer, skip_special_tokens=False)
+        return "".join(map(stream.push, token_ids))
 
     def check_ids(self, field: str, ids: Sequence[int]) -> None:
         """Raises ApiError 400 for an id outside of the vocabulary."""
