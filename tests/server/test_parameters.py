@@ -285,6 +285,7 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", {"word": 1}),
     ("logit_bias", {"999999": 1}),
     ("logit_bias", [1]),
+    ("logit_bias", {"300": 1, "7": 1, "0300": -1}),
     ("stop", ""),
     ("stop", ["a"] * 10_000),
     ("stop", "a" * 10_000),
