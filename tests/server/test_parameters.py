@@ -184,6 +184,16 @@ def test_echo(client: openai.OpenAI, stream: bool) -> None:
         assert all(value < 0 for value in values[1:])
 
 
+def test_a_bad_message_in_a_long_conversation_is_named(server: Server) -> None:
+    """The checks of the messages before it do not change what is said of it."""
+    messages: list[Any] = MESSAGES * 3000
+    messages[2000] = {"role": "user", "content": 5}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, {"messages": messages})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith("messages[2000].content")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_of_an_unfinished_character(server: Server, stream: bool) -> None:
     """It is the completion's: whole where that finishes it, and else U+FFFD, once."""

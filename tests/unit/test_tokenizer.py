@@ -56,9 +56,12 @@ def test_round_trip_without_truncation_or_padding(tmp_path: Path) -> None:
     assert tokenizer.token(10**6) is None
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_handled(tmp_path: Path, way: str) -> None:
     """A server's event loop is one of them: all its streams would stand still."""
     tokenizer = Tokenizer.from_dir(make_dir(tmp_path))
+    text = "z" * 1_000_000
+    encoded = [] if way == "encode" else tokenizer.encode(text)
     ticks, done = 0, threading.Event()
 
     def tick() -> None:
@@ -72,12 +75,15 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
         while ticks == 0:
             time.sleep(0.001)
         before = ticks
-        ids = tokenizer.encode("z" * 1_000_000)
+        if way == "encode":
+            encoded = tokenizer.encode(text)
+        else:
+            assert tokenizer.decode(encoded) == text
         during = ticks - before
     finally:
         done.set()
         thread.join()
-    assert len(ids) == 1_000_001
+    assert len(encoded) == 1_000_001
     assert during >= 5
 
 

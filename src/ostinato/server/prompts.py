@@ -28,6 +28,9 @@ _T = TypeVar("_T")
 _LONG = 1 << 16
 """Characters from which on a text waits for other long ones only, and no short text waits for it."""
 
+_MESSAGE = 16
+"""Characters that a message counts for beside its text: a template handles each by itself."""
+
 
 class Prompts:
     """The text side of one model."""
@@ -97,12 +100,16 @@ class Prompts:
                 raise bad_field("messages", str(error)) from None
             return self._encode(text, False, field="messages"), text.rstrip().endswith(OPEN)
 
-        return await self._run(render, sum(map(_length, messages)))
+        return await self._run(render, sum(map(_length, messages)) + _MESSAGE * len(messages))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        return await self._run(
-            lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False), len(token_ids)
-        )
+        """The text of token ids. Raises ApiError 400 for an id outside of the vocabulary."""
+
+        def decode() -> str:
+            self.check_ids("tokens", token_ids)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self._run(decode, len(token_ids))
 
     async def echo(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt in front of its completion, which begins with a character that is unfinished here."""

@@ -21,6 +21,8 @@ from ostinato.text.added_tokens import NAMED, add_described_tokens, mark_special
 from ostinato.text.chat import ChatTemplate
 from ostinato.text.pieces import PieceTable
 
+_LONG = 1 << 12  # tokens from which on decoding lets other threads run, by a call that costs more
+
 
 class Tokenizer:
     """A tokenizer with its special tokens and chat template.
@@ -110,8 +112,14 @@ class Tokenizer:
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The whole text of a sequence; ids outside the vocabulary stand for nothing."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """The whole text of a sequence; ids outside the vocabulary stand for nothing.
+
+        Other threads run while a long one is decoded, as with `encode`.
+        """
+        if len(token_ids) < _LONG:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
 
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer | None = None) -> frozenset[int]:
