@@ -285,14 +285,31 @@ def test_a_model_that_gives_no_numbers_answers_nothing(
         {"repetition_penalty": 1.2},
         {"structured_outputs": {"regex": "[0-9]+"}},
     ]
+    ways += [{"stop_token_ids": list(range(2048))}]
+    # The token that such a greedy choice takes.
+    ways += [{"temperature": 0, "stop": "<|begin|>", "skip_special_tokens": False}]
     for way in ways:
         for choice in llm.generate("And the", SamplingParams(**{"max_tokens": 3} | way))[0].outputs:
             assert choice.finish_reason == "error", way
             assert "the model's logits are no finite numbers" in str(choice.stop_reason), way
+    ends = {name: n for name, n in llm.stats()["scheduler"].items() if name.startswith("finished_")}
+    assert ends == {"finished_error": len(ways) + 1}, "whatever else would have ended it with that token"
     with pytest.raises(SystemExit) as ended:
         app(["generate", "And the", "--model", str(tmp_path), "--threads", "1", "--dtype", "float32"])
     assert ended.value.code == 2
     assert "could not be finished: the model's logits are no finite" in capsys.readouterr().err
+
+
+def test_a_context_that_no_machine_holds(tmp_path: Path) -> None:
+    """All of it is served unless another length is asked for; then nothing is made in the model's size."""
+    source = copied(tmp_path, "config.json")
+    values = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 10**9}))
+    options: dict[str, Any] = {"threads": 1, "progress": False}
+    with pytest.raises(ConfigError, match=r"too little memory for a KV cache of .* lower .*context_length"):
+        LLM(model=tmp_path, **options)
+    with LLM(model=tmp_path, context_length=512, **options) as llm:
+        assert llm.generate("And the", GREEDY)[0].finished
 
 
 @pytest.mark.parametrize("size", [{"kv_memory": "512TiB"}, {"num_pages": 2**31 - 1, "page_size": 2**20}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -122,6 +123,31 @@ def test_a_stream_whose_request_was_aborted_ends(llm: LLM) -> None:
     output = next(stream)
     assert llm.engine.abort(output.request_id) is not None
     assert next(stream, None) is None
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_generate_ends_when_a_request_is_aborted(
+    llm: LLM, answers: list[str], steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody who uses the engine below, before its first step or behind some: the others are answered."""
+    engine, real, ticks = llm.engine, llm.engine.step, count()
+
+    def stepped() -> Any:
+        tick = next(ticks)
+        assert tick < 100, "it would step for ever"
+        if tick == steps:
+            engine.abort(list(engine._live)[1])
+        return real()
+
+    monkeypatch.setattr(engine, "step", stepped)
+    first, aborted, last = llm.generate(list(PROMPTS), PARAMS)
+    assert (first.outputs[0].text, last.outputs[0].text) == (answers[0], answers[2])
+    assert aborted.finished
+    assert aborted.prompt == PROMPTS[1]
+    assert aborted.prompt_token_ids == tuple(llm.tokenizer.encode(PROMPTS[1]))
+    (output,) = aborted.outputs
+    assert (output.finish_reason, len(output.token_ids)) == ("abort", steps)
+    assert answers[1].startswith(output.text)
 
 
 def test_a_name_in_use_is_refused(llm: LLM) -> None:

@@ -184,6 +184,40 @@ def test_echo(client: openai.OpenAI, stream: bool) -> None:
         assert all(value < 0 for value in values[1:])
 
 
+def test_a_bad_message_in_a_long_conversation_is_named(server: Server) -> None:
+    """The checks of the messages before it do not change what is said of it."""
+    messages: list[Any] = MESSAGES * 3000
+    messages[2000] = {"role": "user", "content": 5}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, {"messages": messages})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith("messages[2000].content")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_an_unfinished_character(server: Server, stream: bool) -> None:
+    """It is the completion's: whole where that finishes it, and else U+FFFD, once."""
+
+    def ids(text: str) -> list[int]:
+        return server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+
+    *prompt, last = ids("A 世")
+    assert len(prompt) == 4
+    assert server.post("/detokenize", {"tokens": prompt}).json() == {"prompt": "A \ufffd"}
+    for following, limit, text in ((last, 1, "A 世"), (ids("B")[0], 1, "A \ufffdB"), (last, 0, "A \ufffd")):
+        body = {"prompt": prompt, "max_tokens": limit, "logit_bias": {str(following): 100}, "temperature": 0}
+        body |= {"echo": True, "logprobs": 0, "stream": stream}
+        found = (
+            server.stream("/v1/completions", body)
+            if stream
+            else [server.post("/v1/completions", body).json()]
+        )
+        choices = [choice for part in found for choice in part["choices"]]
+        assert "".join(choice["text"] for choice in choices) == text
+        lists = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        assert [offset for part in lists for offset in part["text_offset"]] == [0, 1, 2, 2, *[2] * limit]
+
+
 def test_echo_with_no_token_to_generate(client: openai.OpenAI) -> None:
     """Fault case F50."""
     answer = complete(client, max_tokens=0, echo=True, logprobs=1)
@@ -261,6 +295,7 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", {"word": 1}),
     ("logit_bias", {"999999": 1}),
     ("logit_bias", [1]),
+    ("logit_bias", {"300": 1, "7": 1, "0300": -1}),
     ("stop", ""),
     ("stop", ["a"] * 10_000),
     ("stop", "a" * 10_000),

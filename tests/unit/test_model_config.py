@@ -294,6 +294,18 @@ def test_sparse_layers_by_step() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype 'float8_e4m3fn' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\) are not supported"),
+        (
+            {"num_hidden_layers": 10**30},
+            f"num_hidden_layers must be at most 10000, got {10**30}; take the config",
+        ),
+        (
+            {"num_hidden_layers": 10**6},
+            "num_hidden_layers must be at most 10000, got 1000000; take the config",
+        ),
+        ({"hidden_size": 10**30}, f"hidden_size must be at most 2147483647, got {10**30}; take the config"),
+        ({"head_dim": 10**30}, f"head_dim must be at most 2147483647, got {10**30}; take the config"),
+        ({"vocab_size": 2**31}, "vocab_size must be at most 2147483647, got 2147483648; take the config"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings must be at most 2147483647"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id '</s>' is neither"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.engine import sampler
 from ostinato.engine.request import SamplingParams
-from ostinato.engine.sampler import Sampled, SampleInput, adjust, rule_of, top_logprobs
+from ostinato.engine.sampler import Sampled, SampleInput, adjust, rule_of, score, top_logprobs
 from ostinato.engine.sampler import sample as sample_by
 from ostinato.ops.choice import candidates, uniform
 from ostinato.ops.reference import ReferenceOps
@@ -182,3 +184,25 @@ def test_logprob_of_a_token_outside_the_best() -> None:
     assert len(top) == 3
     assert top[worst].rank == VOCAB
     assert top[worst].logprob == value
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, VOCAB, 100])
+def test_rows_are_scored_together_as_each_alone(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows at a time, a few at a time, or a stable sort of each row: the same bits, equals and NaN included."""
+    logits = torch.cat([make_logits(20), make_logits(20, seed=1).round()])
+    logits[1, ::3] = -math.inf
+    logits[2] = math.nan
+    logits[3, 5] = math.inf
+    logits[4] = 0.0
+    ids = [i * 7 % VOCAB for i in range(len(logits))]
+    expected = []
+    for row, token in zip(logits, ids, strict=True):
+        logprobs = torch.log_softmax(row.double(), dim=-1)
+        order = logprobs.argsort(descending=True, stable=True)[:count].tolist()
+        rows = [(t, float(logprobs[t]), place) for place, t in enumerate(order, 1)]
+        if token not in order:
+            rows.append((token, float(logprobs[token]), int((logprobs > logprobs[token]).sum()) + 1))
+        expected.append(rows)
+    assert repr(score(logits, ids, count)) == repr(expected)
+    monkeypatch.setattr(sampler, "_SCORED_AT_ONCE", 3 * VOCAB)
+    assert repr(score(logits, ids, count)) == repr(expected)

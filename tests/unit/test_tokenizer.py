@@ -56,9 +56,12 @@ def test_round_trip_without_truncation_or_padding(tmp_path: Path) -> None:
     assert tokenizer.token(10**6) is None
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_handled(tmp_path: Path, way: str) -> None:
     """A server's event loop is one of them: all its streams would stand still."""
     tokenizer = Tokenizer.from_dir(make_dir(tmp_path))
+    text = "z" * 1_000_000
+    encoded = [] if way == "encode" else tokenizer.encode(text)
     ticks, done = 0, threading.Event()
 
     def tick() -> None:
@@ -72,12 +75,15 @@ def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
         while ticks == 0:
             time.sleep(0.001)
         before = ticks
-        ids = tokenizer.encode("z" * 1_000_000)
+        if way == "encode":
+            encoded = tokenizer.encode(text)
+        else:
+            assert tokenizer.decode(encoded) == text
         during = ticks - before
     finally:
         done.set()
         thread.join()
-    assert len(ids) == 1_000_001
+    assert len(encoded) == 1_000_001
     assert during >= 5
 
 
@@ -155,6 +161,10 @@ DESCRIPTIONS: dict[str, dict[str, dict[str, object]]] = {
         "added_tokens": {"<x>": 272, "</s>": 1, "<y>": 271},
         "config": {"pad_token": "<pad>"},
     },
+    "special tokens in text are text": {
+        "config": {"split_special_tokens": True, "extra_special_tokens": ["the"], "eos_token": "</s>"}
+    },
+    "and are none of it": {"config": {"split_special_tokens": False, "eos_token": "</s>"}},
     "a named one with flags": {
         "config": {"eos_token": {"__type": "AddedToken", **flags("the", rstrip=True)}}
     },
@@ -193,6 +203,7 @@ def test_tokens_described_beside_the_tokenizer(
         ({"config": {"additional_special_tokens": "<x>"}}, "must be a list of tokens, got '<x>'"),
         ({"config": {"extra_special_tokens": [flags("<x>") | {"rstrip": "no"}]}}, "must be a token"),
         ({"config": {"eos_token": ["</s>"]}}, "eos_token of the tokenizer must be a token"),
+        ({"config": {"split_special_tokens": "yes"}}, "split_special_tokens .* true or false, got 'yes'"),
         ({"added_tokens": {"<x>": "300"}}, r"added_tokens.json .* an object of ids by token"),
     ],
 )

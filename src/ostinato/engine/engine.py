@@ -36,7 +36,7 @@ from ostinato.engine.request import (
     as_token_ids,
     check_text,
 )
-from ostinato.engine.sampler import needs_history, rule_of, top_logprobs
+from ostinato.engine.sampler import needs_history, rule_of, score
 from ostinato.engine.sequence import Sequence, SequenceState
 from ostinato.errors import RequestError
 from ostinato.ops.choice import mix64
@@ -262,7 +262,7 @@ class Engine:
             if live.streams[sequence.index].push(token, sampled, ends_sequence=at_stop):
                 self.scheduler.finish(sequence, "stop")
                 self._end(sequence)
-            if sequence.problem is not None or sequence.matcher is not None:
+            if sequence.matcher is not None:
                 self._follow(sequence, sequence.matcher)
         for sequence in ended:
             self._end(sequence)
@@ -270,13 +270,9 @@ class Engine:
         if self._digests:
             self.digest = zlib.crc32(array("q", chosen.values()).tobytes(), self.digest)
 
-    def _follow(self, sequence: Sequence, matcher: Matcher | None) -> None:
-        """End a sequence that has a problem, or whose form is complete."""
-        if sequence.problem is not None:  # also if its token has ended it
-            self.scheduler.finish(sequence, "error")
-            sequence.finish_reason, sequence.stop_reason = "error", sequence.problem
-            self._end(sequence)
-        elif matcher is not None and sequence.state is not SequenceState.FINISHED and matcher.finished:
+    def _follow(self, sequence: Sequence, matcher: Matcher) -> None:
+        """End a sequence whose form is complete."""
+        if sequence.state is not SequenceState.FINISHED and matcher.finished:
             self.scheduler.finish(sequence, "stop")
             self._end(sequence)
 
@@ -292,11 +288,9 @@ class Engine:
         found = self._live[request.request_id].prompt_logprobs
         assert found is not None
         assert request.params.prompt_logprobs is not None
-        for i in range(logits.shape[0]):
-            position = first + i + 1
-            if position < len(request.prompt_token_ids):
-                token = request.prompt_token_ids[position]
-                found[position] = top_logprobs(logits[i], token, request.params.prompt_logprobs)[1]
+        tokens = request.prompt_token_ids[first + 1 : first + 1 + logits.shape[0]]
+        rows = score(logits[: len(tokens)], tokens, request.params.prompt_logprobs)
+        found[first + 1 : first + 1 + len(tokens)] = rows
 
     def _collect(self) -> list[RequestOutput]:
         outputs = []

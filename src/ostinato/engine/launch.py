@@ -130,7 +130,7 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     with memory_for(
         f"a KV cache of {sizes.num_pages} pages of {layout.bytes_per_page} bytes, and a page table for {sizes.max_bs} "
         "requests",
-        "lower kv_memory or num_pages, or max_running_requests",
+        "lower kv_memory or num_pages, context_length or max_running_requests",
     ):
         pool = KVPool(
             layout,
@@ -141,7 +141,8 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
         )
     with memory_for(
         f"the model and steps of {sizes.max_num_tokens} tokens and {sizes.max_bs} requests",
-        "lower max_prefill_tokens, chunked_prefill_size or max_running_requests, or give the model more memory",
+        "lower context_length, max_prefill_tokens, chunked_prefill_size or max_running_requests, or give the model "
+        "more memory",
     ):
         worker = _worker(config, directory, model_config, sizes, pool, report, plan)
     if config.capture == "startup" and worker.decode.backend.captures:

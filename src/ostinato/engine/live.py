@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ostinato.engine.delta import SequenceDelta
-from ostinato.engine.output import OutputStream, as_rows
-from ostinato.engine.request import Logprob, Request, RequestOutput
+from ostinato.engine.delta import SequenceDelta, TokenLogprobs
+from ostinato.engine.output import OutputStream, as_position
+from ostinato.engine.request import Request, RequestOutput
 from ostinato.engine.sequence import Sequence, SequenceState
 
 
@@ -21,7 +21,7 @@ class LiveRequest:
     request: Request
     sequences: list[Sequence]
     streams: list[OutputStream]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     cached_told: bool = False
 
     @property
@@ -32,14 +32,17 @@ class LiveRequest:
 
     def output(self) -> RequestOutput:
         """Its state as a value."""
-        finished, request, asked = self.finished, self.request, self.prompt_logprobs
+        finished, request = self.finished, self.request
+        scored = self.prompt_logprobs if finished else None
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=tuple([stream.take() for stream in self.streams]),
             finished=finished,
-            prompt_logprobs=tuple(asked) if finished and asked is not None else None,
+            prompt_logprobs=None
+            if scored is None
+            else tuple(None if rows is None else as_position(rows) for rows in scored),
             num_cached_tokens=self.sequences[0].num_cached,
         )
 
@@ -48,8 +51,7 @@ class LiveRequest:
         name = self.request.request_id
         news = [delta for stream in self.streams if (delta := stream.take_delta(name)) is not None]
         if news and self.prompt_logprobs is not None:
-            news[0].prompt_logprobs = [None if p is None else as_rows(p) for p in self.prompt_logprobs]
-            self.prompt_logprobs = None
+            news[0].prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         if news and not self.cached_told:
             self.cached_told = True
             news[0].num_cached_tokens = self.sequences[0].num_cached

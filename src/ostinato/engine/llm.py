@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as TokenIds
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
+
+from msgspec.structs import replace as replace_fields
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.engine.front import open_engine
 from ostinato.engine.interrupts import delayed_interrupts
 from ostinato.engine.progress import bars
+from ostinato.engine.remote import RemoteRequest
 from ostinato.engine.request import RequestOutput, SamplingParams
 from ostinato.errors import ConfigError, ModelError, RequestError
 from ostinato.models.config import recommended_sampling
@@ -97,7 +100,8 @@ class LLM:
         """Complete prompts, all batched together; outputs in the order of the prompts.
 
         prompts: one text or list of token ids, or a list of such. sampling_params: one for all, or one for each.
-        Raises RequestError, before anything runs, when one of them can never be served.
+        Raises RequestError, before anything runs, when one of them can never be served. A request that somebody aborts
+        through `engine` ends with "abort" and what was last seen of it.
         """
         return self._complete(_as_list(prompts), sampling_params, progress, add_special_tokens=True)
 
@@ -172,6 +176,7 @@ class LLM:
         params = _params_for(prompts, sampling_params)
         shown = self.config.progress if progress is None else progress
         names: list[str] = []
+        seen: dict[str, RequestOutput] = {}
         done: dict[str, RequestOutput] = {}
         try:
             for prompt, one in zip(prompts, params, strict=True):
@@ -180,8 +185,10 @@ class LLM:
             with bars(shown=shown and len(prompts) > 1) as report:
                 while len(done) < len(names):
                     for output in self._take(*names):
-                        if output.finished:
-                            done[output.request_id] = output
+                        (done if output.finished else seen)[output.request_id] = output
+                    for i in self._gone(names, done):
+                        last = seen.get(names[i])
+                        done[names[i]] = self._aborted(last, prompts[i], params[i], add_special_tokens)
                     report("Generating", len(done), len(names))
                     if len(done) < len(names):
                         self._step()
@@ -204,7 +211,7 @@ class LLM:
                     yield output
                     if output.finished:
                         return
-                if self._is_gone(name):
+                if self._gone([name], ()):
                     return  # aborted through the engine: whoever did that has its last output
                 self._step()
         finally:
@@ -217,10 +224,28 @@ class LLM:
             self._mail[name] = []
             return name
 
-    def _is_gone(self, name: str) -> bool:
-        """Whether nothing of a request can come any more."""
+    def _gone(self, names: TokenIds[str], done: Container[str]) -> list[int]:
+        """Places of requests that are not done, and of which nothing can come any more."""
         with self._turn:
-            return not self._mail[name] and not self.engine.is_live(name)
+            live = self.engine.is_live
+            return [
+                i
+                for i, name in enumerate(names)
+                if name not in done and not self._mail[name] and not live(name)
+            ]
+
+    def _aborted(
+        self, seen: RequestOutput | None, prompt: Prompt, params: SamplingParams, add_special_tokens: bool
+    ) -> RequestOutput:
+        """The end of a request that somebody aborted through the engine: what was last seen of it."""
+        if seen is None:
+            with self._turn:
+                request = self.engine.checked(prompt, params, None, 0, "", add_special_tokens)
+            return RemoteRequest(request).end("abort")
+        outputs = [
+            replace_fields(o, finish_reason=o.finish_reason or "abort", delta="") for o in seen.outputs
+        ]
+        return replace_fields(seen, outputs=tuple(outputs), finished=True)
 
     def _step(self) -> None:
         """One step of the engine; outputs go to their readers' boxes, also when Ctrl-C ends the call."""

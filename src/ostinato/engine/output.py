@@ -89,17 +89,15 @@ class OutputStream:
         return self._watches and self._stops.matched is not None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """The sequence has ended: flush what was held back, unless a stop string ended it."""
+        """The sequence has ended: flush what was held back, unless a stop string ended it. An error stays one."""
         if self.finish_reason is not None:
             return
         if self._stops.matched is None:
             rest = self._stops.push(self._detokenizer.finish(), num_tokens=len(self.token_ids))
             if self._stops.matched is None:
                 rest += self._stops.finish()
-            else:
-                reason, stop_reason = "stop", self._stops.matched
             self._hand_out(rest)
-        else:
+        if self._stops.matched is not None and reason != "error":
             reason, stop_reason = "stop", self._stops.matched
         self.finish_reason, self.stop_reason = reason, stop_reason
 
@@ -142,3 +140,8 @@ class OutputStream:
 def as_rows(position: dict[int, Logprob]) -> TokenLogprobs:
     """One position's log-probabilities as rows, in their order."""
     return [(token, value.logprob, value.rank) for token, value in position.items()]
+
+
+def as_position(rows: TokenLogprobs) -> dict[int, Logprob]:
+    """The other way round."""
+    return {token: Logprob(logprob, rank) for token, logprob, rank in rows}

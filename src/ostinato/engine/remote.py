@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import cast
 
 from ostinato.engine.delta import SequenceDelta, TokenLogprobs
+from ostinato.engine.output import as_position
 from ostinato.engine.request import CompletionOutput, FinishReason, Logprob, Request, RequestOutput
 
 
@@ -30,7 +31,7 @@ class _RemoteSequence:
         self.token_ids += news.token_ids
         if self.logprobs is not None:
             for token, rows in zip(news.token_ids, news.logprobs or (), strict=True):
-                position = _position(rows)
+                position = as_position(rows)
                 self.logprobs.append(position)
                 self.cumulative += position[token].logprob
         if news.finish_reason is not None:
@@ -88,10 +89,6 @@ class RemoteRequest:
             finished=self.finished,
             prompt_logprobs=None
             if scored is None
-            else tuple(None if rows is None else _position(rows) for rows in scored),
+            else tuple(None if rows is None else as_position(rows) for rows in scored),
             num_cached_tokens=self._num_cached,
         )
-
-
-def _position(rows: TokenLogprobs) -> dict[int, Logprob]:
-    return {token: Logprob(logprob, rank) for token, logprob, rank in rows}

@@ -18,8 +18,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ostinato.engine.delta import TokenLogprobs
 from ostinato.engine.request import Logprob, SamplingParams
 from ostinato.ops.opset import OpSet
+
+_SCORED_AT_ONCE = 1 << 21  # log-probabilities in fp64, so that many rows take little memory
 
 Rule = tuple[float, int, float, float]
 """Temperature, top-k (0: all), top-p, min-p: what `OpSet.sample` takes for a row."""
@@ -95,16 +98,56 @@ def with_logprobs(logits: torch.Tensor, token_id: int, count: int | None) -> Sam
 
 def top_logprobs(logits: torch.Tensor, token_id: int, count: int) -> tuple[float, dict[int, Logprob]]:
     """Log-probability of `token_id`, and of the `count` best tokens and itself, from fp32 logits [vocab]."""
+    (rows,) = score(logits.unsqueeze(0), [token_id], count)
+    top = {token: Logprob(value, rank) for token, value, rank in rows}
+    return top[token_id].logprob, top
+
+
+def score(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Of each row of fp32 `logits` [len(token_ids), vocab]: the `count` best tokens, then its own if it is not one."""
+    step = max(1, _SCORED_AT_ONCE // logits.shape[-1])
+    found: list[TokenLogprobs] = []
+    for first in range(0, len(token_ids), step):
+        found += _score(logits[first : first + step], token_ids[first : first + step], count)
+    return found
+
+
+def _score(logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
     logprobs = torch.log_softmax(logits.double(), dim=-1)
-    value = float(logprobs[token_id])
-    rank = int((logprobs > value).sum()) + 1
-    top: dict[int, Logprob] = {}
-    if count:
-        order = torch.argsort(logprobs, descending=True, stable=True)[:count]
-        for place, token in enumerate(order.tolist()):
-            top[token] = Logprob(logprob=float(logprobs[token]), rank=place + 1)
-    top.setdefault(token_id, Logprob(logprob=value, rank=rank))
-    return value, top
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1))
+    ranks = (logprobs > own).sum(dim=-1) + 1
+    order = _best(logprobs, min(count, logprobs.shape[-1]))
+    places = range(1, order.shape[-1] + 1)
+    found: list[TokenLogprobs] = []
+    for token, (value,), rank, tokens, values in zip(
+        token_ids,
+        own.tolist(),
+        ranks.tolist(),
+        order.tolist(),
+        logprobs.gather(1, order).tolist(),
+        strict=True,
+    ):
+        rows = list(zip(tokens, values, places, strict=True))
+        if token not in tokens:
+            rows.append((token, value, rank))
+        found.append(rows)
+    return found
+
+
+def _best(logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the `count` best of each row, int64 [rows, count]: the first ones of a stable sort, for less."""
+    values, order = torch.topk(logprobs, count, dim=-1)
+    if not count:
+        return order
+    # Which of several equals `topk` takes, and in what order, is open; the lowest ids come first.
+    order = order.sort(dim=-1).values
+    places = logprobs.gather(1, order).sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(1, places)
+    # Where the last value has equals left out (or is NaN), the set itself is open.
+    (torn,) = ((logprobs >= values[:, -1:]).sum(dim=-1) != count).nonzero(as_tuple=True)
+    if len(torn):
+        order[torn] = logprobs[torn].argsort(dim=-1, descending=True, stable=True)[:, :count]
+    return order
 
 
 def adjust(logits: torch.Tensor, row: SampleInput) -> torch.Tensor:

@@ -153,7 +153,7 @@ class Scheduler:
         return StepPlan(StepMode.DECODE, tuple(rows)) if rows else None
 
     def commit(self, plan: StepPlan, tokens: Mapping[Sequence, int]) -> list[Sequence]:
-        """Take the tokens of a step that ran, by sequence; returns those that it ended (length, stop tokens)."""
+        """Take the tokens of a step that ran, by sequence; returns those that it ended (length, token, problem)."""
         ended: list[Sequence] = []
         for row in plan.rows:
             sequence = row.sequence
@@ -168,7 +168,7 @@ class Scheduler:
                 output = sequence.output_token_ids
                 output.append(token)
                 at_end = len(output) >= sequence.max_new_tokens or token in sequence.stop_token_ids
-                if at_end and self._ends(sequence, token):
+                if (at_end or sequence.problem is not None) and self._ends(sequence, token):
                     ended.append(sequence)
             elif sequence.max_new_tokens == 0 and sequence.num_computed == sequence.num_tokens:
                 self.finish(sequence, "length")
@@ -177,7 +177,9 @@ class Scheduler:
 
     def _ends(self, sequence: Sequence, token: int) -> bool:
         generated = len(sequence.output_token_ids)
-        if token in sequence.stop_token_ids and generated > sequence.request.params.min_tokens:
+        if sequence.problem is not None:  # also if the token would have ended it
+            self.finish(sequence, "error", sequence.problem)
+        elif token in sequence.stop_token_ids and generated > sequence.request.params.min_tokens:
             self.finish(sequence, "stop", token)
         elif generated >= sequence.max_new_tokens:
             self.finish(sequence, "length")

@@ -15,6 +15,7 @@ from ostinato.models.families import Family
 from ostinato.models.raw import RawConfig
 from ostinato.models.rope import ROPE_TYPES, RopeConfig, is_positive
 
+_MOST_LAYERS = 10_000  # each is described before any weight is looked for
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -34,7 +35,7 @@ class LayerSpec:
 
 def layer_specs(family: Family, raw: RawConfig) -> tuple[LayerSpec, ...]:
     """One `LayerSpec` per layer of the model."""
-    count = raw.size("num_hidden_layers")
+    count = raw.size("num_hidden_layers", most=_MOST_LAYERS)
     has_rope = _rope_layers(family, raw, count)
     kinds = _layer_types(family, raw, count, has_rope)
     ropes = _ropes(raw, set(kinds))

@@ -14,6 +14,7 @@ from typing import Any
 from ostinato.errors import ModelError
 
 _LARGEST = sys.float_info.max
+_MOST = 2**31 - 1  # of any size: no model comes near it, and the product of two fits 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,12 @@ class RawConfig:
             return self.values[key]
         return self.defaults.get(key, default)
 
-    def size(self, *keys: str) -> int:
-        """A positive integer under the first of `keys` that is there."""
+    def size(self, *keys: str, most: int = _MOST) -> int:
+        """A positive integer under the first of `keys` that is there; `most` is the largest that can be meant."""
         for key in keys:
             value = self.get(key)
             if value is not None:
-                return self._positive(key, value)
+                return self._positive(key, value, most)
         raise self.error(f"{' or '.join(keys)} is missing; take the config.json that belongs to the weights")
 
     def optional_size(self, key: str) -> int | None:
@@ -96,7 +97,11 @@ class RawConfig:
             raise self.error(f"hidden_size {hidden} is no multiple of {heads} heads; give head_dim")
         return hidden // heads
 
-    def _positive(self, key: str, value: Any) -> int:
+    def _positive(self, key: str, value: Any, most: int = _MOST) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(f"{key} must be a positive integer, got {value!r}; correct it")
+        if value > most:
+            raise self.error(
+                f"{key} must be at most {most}, got {value}; take the config.json that belongs to the weights"
+            )
         return value

@@ -81,8 +81,20 @@ def check_stream_options(request: Sampling) -> None:
 def _params(request: Sampling, extra: Mapping[str, Any]) -> SamplingParams:
     given = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     if request.logit_bias:
-        given["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+        given["logit_bias"] = _logit_bias(request.logit_bias)
     try:
         return SamplingParams(**given, **extra)
     except RequestError as error:
         raise from_request_error(error, tuple(type(request).model_fields)) from None
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    """The biases by token. Raises ApiError 400 for a token that stands there twice, as "300" and "0300"."""
+    keys: dict[int, str] = {}
+    for key in given:
+        first = keys.setdefault(int(key), key)
+        if first != key:
+            raise bad_field(
+                "logit_bias", f"logit_bias has the token {int(key)} twice, as {first!r} and {key!r}; keep one"
+            )
+    return {token: given[key] for token, key in keys.items()}

@@ -19,6 +19,7 @@ from ostinato.errors import ModelError, RequestError
 from ostinato.server.api_errors import ApiError, bad_field
 from ostinato.server.messages import EngineInfo
 from ostinato.server.protocol import ChatMessage
+from ostinato.text.detokenizer import open_detokenizer
 from ostinato.text.reasoning import OPEN
 from ostinato.text.tokenizer import Tokenizer
 
@@ -26,6 +27,9 @@ _T = TypeVar("_T")
 
 _LONG = 1 << 16
 """Characters from which on a text waits for other long ones only, and no short text waits for it."""
+
+_MESSAGE = 16
+"""Characters that a message counts for beside its text: a template handles each by itself."""
 
 
 class Prompts:
@@ -96,12 +100,26 @@ class Prompts:
                 raise bad_field("messages", str(error)) from None
             return self._encode(text, False, field="messages"), text.rstrip().endswith(OPEN)
 
-        return await self._run(render, sum(map(_length, messages)))
+        return await self._run(render, sum(map(_length, messages)) + _MESSAGE * len(messages))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        return await self._run(
-            lambda: self.tokenizer.decode(token_ids, skip_special_tokens=False), len(token_ids)
-        )
+        """The text of token ids. Raises ApiError 400 for an id outside of the vocabulary."""
+
+        def decode() -> str:
+            self.check_ids("tokens", token_ids)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+        return await self._run(decode, len(token_ids))
+
+    async def echo(self, token_ids: Sequence[int]) -> str:
+        """The text of a prompt in front of its completion, which begins with a character that is unfinished here."""
+        return await self._run(lambda: self._settled(token_ids), len(token_ids))
+
+    def _settled(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer.pieces is None:  # then a completion takes all of its prompt's text for handed out
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        stream = open_detokenizer(self.tokenizer, skip_special_tokens=False)
+        return "".join(map(stream.push, token_ids))
 
     def check_ids(self, field: str, ids: Sequence[int]) -> None:
         """Raises ApiError 400 for an id outside of the vocabulary."""

@@ -56,7 +56,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     if body.echo:
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if not isinstance(texts[0], str):
-            texts = [await ask.in_time(text_side.decode(ids)) for ids in prompts]
+            texts = [await ask.in_time(text_side.echo(ids)) for ids in prompts]
         echoed = list(zip(texts, prompts, strict=True))
     shape = CompletionShape(
         service.token_text,

@@ -80,7 +80,9 @@ class LegacyLogprobs:
         self._offset = 0
         if echoed is not None:
             text, ids = echoed
-            self._offset = len(text) - len(b"".join(tokens.of(i)[1] for i in ids).decode("utf-8", "replace"))
+            spelt = b"".join(tokens.of(i)[1] for i in ids)
+            # A character that is unfinished at the end is the completion's, in both texts.
+            self._offset = len(text) - len(codecs.getincrementaldecoder("utf-8")("replace").decode(spelt))
 
     def take(
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], *, prompt: int = 0

@@ -21,6 +21,8 @@ from ostinato.text.added_tokens import NAMED, add_described_tokens, mark_special
 from ostinato.text.chat import ChatTemplate
 from ostinato.text.pieces import PieceTable
 
+_LONG = 1 << 12  # tokens from which on decoding lets other threads run, by a call that costs more
+
 
 class Tokenizer:
     """A tokenizer with its special tokens and chat template.
@@ -61,6 +63,7 @@ class Tokenizer:
         special_map = read_json(root / "special_tokens_map.json")
         special = read_special_tokens(config, special_map)
         add_described_tokens(backend, config, special_map, read_json(root / "added_tokens.json"))
+        backend.encode_special_tokens = _splits_special_tokens(config)
         return cls(
             backend,
             special_tokens=special,
@@ -109,8 +112,14 @@ class Tokenizer:
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The whole text of a sequence; ids outside the vocabulary stand for nothing."""
-        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        """The whole text of a sequence; ids outside the vocabulary stand for nothing.
+
+        Other threads run while a long one is decoded, as with `encode`.
+        """
+        if len(token_ids) < _LONG:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        (text,) = self.backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
 
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer | None = None) -> frozenset[int]:
@@ -150,6 +159,16 @@ def read_special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(value, str) and value:
                 found.setdefault(name, value)
     return found
+
+
+def _splits_special_tokens(config: Mapping[str, Any]) -> bool:
+    """Whether special tokens that stand in a text are split like any other text."""
+    value = config.get("split_special_tokens") or False
+    if not isinstance(value, bool):
+        raise ModelError(
+            f"split_special_tokens of the tokenizer must be true or false, got {value!r}; correct it in the checkpoint"
+        )
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
