@@ -90,6 +90,7 @@ def test_prompts_about_as_long_as_the_context(llm: LLM, length: int) -> None:
         ),
         ({"stop_token_ids": [5, 9000]}, "stop_token_ids holds 9000, token ids of this model"),
         ({"stop": [""]}, "stop must hold non-empty strings"),
+        ({"stop": "a\ud800"}, "stop has half a surrogate pair, '\\\\ud800', at character 1"),
     ],
     ids=str,
 )
@@ -151,6 +152,8 @@ def test_tools_of_the_wrong_kind(llm: LLM, refuses: Any, tools: Any) -> None:
     [
         ({"request_id": 5}, "request_id must be a string, got 5"),
         ({"extra_key": None}, "extra_key must be a string, got None"),
+        ({"request_id": "\ud800"}, "request_id has half a surrogate pair"),
+        ({"extra_key": "\ud800"}, "extra_key has half a surrogate pair"),
         ({"priority": "high"}, "priority must be a whole number, got 'high'"),
         ({"priority": None}, "priority must be a whole number, got None"),
     ],

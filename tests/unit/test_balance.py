@@ -95,7 +95,7 @@ def _file(path: Path, slots: object) -> Path:
 
 def test_file(tmp_path: Path) -> None:
     path = _file(tmp_path / "placement.json", [[0, 1, 2, 0], [2, 1, 0, 1]])
-    assert read_placement(path, [1, 3], 3) == {1: (0, 1, 2, 0), 3: (2, 1, 0, 1)}
+    assert read_placement(path, [1, 3], 3, 2) == {1: (0, 1, 2, 0), 3: (2, 1, 0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,15 @@ def test_file(tmp_path: Path) -> None:
         ([[0, 1, 2, 0], [0, 1, 2]], "as many slots"),
         ("nonsense", "is no expert placement"),
         ([["x"], [1]], "is no expert placement"),
+        ([[float("inf")], [1]], "is no expert placement"),
+        ([[0, 1, 2, 0] * 100_000] * 2, "layer 1 has 400000 slots, over 9 for 3 experts on ep 2"),
     ],
 )
 def test_damaged_files(tmp_path: Path, slots: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_placement(_file(tmp_path / "placement.json", slots), [1, 3], 3)
+        read_placement(_file(tmp_path / "placement.json", slots), [1, 3], 3, 2)
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing\.json cannot be read"):
-        read_placement(tmp_path / "nothing.json", [0], 2)
+        read_placement(tmp_path / "nothing.json", [0], 2, 2)

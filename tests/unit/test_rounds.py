@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
+import numpy as np
 import pytest
 
 from ostinato.engine.delta import SequenceDelta
@@ -39,10 +39,65 @@ EVERYTHING = SamplingParams(
 )
 
 
+class _Whole(int):
+    pass
+
+
+class _Real(float):
+    pass
+
+
+class _Text(str):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "shown otherwise"
+
+
+def _sent(rounds: list[Round]) -> list[Round]:
+    """Rounds as the other of two ranks gets them."""
+    fd = create_memory(2, capacity=1 << 12)
+    groups = [
+        ShmGroup(map_memory(fd, 2, capacity=1 << 12), r, (0, 1), Watchdog(20.0), capacity=1 << 12)
+        for r in range(2)
+    ]
+    os.close(fd)
+    leader, follower = map(Courier, groups)
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(lambda: [follower.follow() for _ in rounds])
+        for one in rounds:
+            leader.lead(one)
+        found = there.result()
+    for group in groups:
+        group.close()
+    return found
+
+
+@pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
+def test_values_of_other_classes_are_sent_as_plain_ones() -> None:
+    """One rank takes a float of NumPy's for a float, so several do, too; no request may end the engine."""
+    params = SamplingParams(
+        n=_Whole(2),
+        temperature=np.float64(0.5),
+        top_p=_Real(0.9),
+        seed=_Whole(7),
+        logit_bias={_Whole(3): np.float64(1.5)},
+        stop=[_Text("a")],
+        structured_outputs={"choice": [_Text("yes"), "no"]},
+    )
+    submit = Submit(1, _Text("r"), [1, _Whole(2)], params_as_dict(params), _Whole(-4), _Text("tenant"))
+    (there,) = _sent([Round("step", [submit], [_Text("x")])])
+    request = there.submits[0].request()
+    assert request == Request("r", (1, 2), params, None, -4, "tenant")
+    assert (type(request.params.temperature), type(request.params.seed)) == (float, int)
+    assert [type(text) for text in (request.request_id, request.params.stop[0], there.aborts[0])] == [str] * 3
+    assert (request.params.stop, there.aborts) == (("a",), ["x"])
+
+
 @pytest.mark.parametrize("params", [SamplingParams(), EVERYTHING], ids=["defaults", "everything"])
 def test_requests_survive_the_wire(params: SamplingParams) -> None:
     submit = Submit(1, "r", [1, 2, 3], params_as_dict(params), -4, "tenant")
-    there = msgspec.msgpack.decode(msgspec.msgpack.encode(Round("step", [submit], ["x"])), type=Round)
+    (there,) = _sent([Round("step", [submit], ["x"])])
     assert there.submits[0].request() == Request("r", (1, 2, 3), params, None, -4, "tenant")
     assert there.aborts == ["x"]
     assert accepted(there.submits, 0) == []

@@ -21,6 +21,8 @@ from ostinato.config import EngineConfig, LaunchedRank, launched_rank
 from ostinato.engine.delta import SequenceDelta
 from ostinato.engine.engine import Engine
 from ostinato.engine.interrupts import delayed_interrupts
+from ostinato.engine.launch import locate_model
+from ostinato.engine.layout import check_layout
 from ostinato.engine.load_reports import LoadReports
 from ostinato.engine.program import RANK_MODULE, RankProgram
 from ostinato.engine.progress import Report
@@ -31,6 +33,7 @@ from ostinato.engine.request import Request, RequestOutput, SamplingParams
 from ostinato.engine.rounds import Courier, News, Round, Submit, accepted, params_as_dict
 from ostinato.engine.router import Router
 from ostinato.errors import ConfigError, OstinatoError, ParallelError
+from ostinato.models.config import read_config
 from ostinato.parallel.rendezvous import World, join
 from ostinato.parallel.topology import Topology
 from ostinato.parallel.watchdog import Watchdog
@@ -52,6 +55,7 @@ def open_engine(config: EngineConfig, report: Report, program: RankProgram | Non
         return _open_launched(config, report, topology, launched, program)
     if topology.tp == 1:
         return Engine(config, report, program=program)
+    check_layout(config, read_config(locate_model(config.model)), topology)
     shared = config.replace(threads=own_threads(config, topology, os.cpu_count() or 1))
     processes = RankProcesses(topology, shared, RANK_MODULE if program is None else program.module)
     try:

@@ -19,6 +19,7 @@ from ostinato.config import DEMO_NAME, EngineConfig, cache_dir
 from ostinato.engine.coordinator import Coordinator
 from ostinato.engine.device import choose_device, graph_backend
 from ostinato.engine.kernels import Kernels, choose_kernels
+from ostinato.engine.layout import place_experts, row_shares
 from ostinato.engine.memory import memory_for
 from ostinato.engine.plan import StepPlan
 from ostinato.engine.prefill_delayer import (
@@ -50,8 +51,7 @@ from ostinato.models.build import load_model
 from ostinato.models.config import ModelConfig, read_config
 from ostinato.models.fetch import FETCHABLE, fetched
 from ostinato.models.hub import resolve_model
-from ostinato.models.sharding import LayerExperts, ParallelPlan, Sharding, placed_layers
-from ostinato.moe.balance import balance, read_placement
+from ostinato.models.sharding import ParallelPlan, Sharding, placed_layers
 from ostinato.moe.load import ExpertLoad
 from ostinato.moe.rebalance import Rebalancer
 from ostinato.moe.routing import Consumers
@@ -116,7 +116,7 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     directory = locate_model(config.model)
     model_config = read_config(directory, dtype=_dtype(config))
     world = world or single_world()
-    layers = _place_experts(config, model_config, world.topology.ep)
+    layers = place_experts(config, model_config, world.topology.ep)
     plan = ParallelPlan(world, dispatch=config.dispatch, capacity=config.dispatch_capacity, layers=layers)
     layout = KVLayout(
         model_config.num_layers,
@@ -155,23 +155,6 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     if config.pin_threads:
         pin_threads()
     return Parts(directory, model_config, worker, scheduler, passes)
-
-
-def _place_experts(config: EngineConfig, model: ModelConfig, ep: int) -> dict[int, LayerExperts]:
-    """Experts of each sparse layer, where they are not simply in order."""
-    if not (config.redundant_experts or config.expert_placement or config.rebalance_steps):
-        return {}
-    if model.moe is None:
-        raise ConfigError(
-            "the model has no experts to place; leave out redundant_experts and expert_placement"
-        )
-    count, sparse = model.moe.num_experts, [i for i, layer in enumerate(model.layers) if layer.sparse]
-    if config.expert_placement is not None:
-        slots = read_placement(Path(config.expert_placement), sparse, count)
-    else:
-        even = balance([1] * count, count + config.redundant_experts, ep).slots
-        slots = dict.fromkeys(sparse, even)
-    return {layer: LayerExperts.of(row, count) for layer, row in slots.items()}
 
 
 def _passes(config: EngineConfig, sizes: Sizes, coordinator: Coordinator) -> PassExecutor | None:
@@ -222,7 +205,7 @@ def _worker(
         checks=_checks(config, directory, pool, plan, kernels, backend.name),
     )
     depends = moe is not None and plan.topology.dp > 1
-    shares = _row_shares(config, sizes, plan) if moe else 1
+    shares = row_shares(config, plan.topology) if moe else 1
     ability, slots = _prefill_graphs(config, attention, backend, sizes, plan, pool.device)
     rules = shape_rules(config, sizes, shares)
     rules = replace(rules, max_extend_bs=slots, decode_gather=depends, extend_gather=depends)
@@ -254,17 +237,6 @@ def _expert_load(model: ModelConfig, plan: ParallelPlan, device: torch.device) -
         return None
     slots, leads = plan.num_physical(model.moe.num_experts), plan.topology.is_leader
     return ExpertLoad(model.num_layers, slots, device, leads=leads)
-
-
-def _row_shares(config: EngineConfig, sizes: Sizes, plan: ParallelPlan) -> int:
-    """Ranks that share out a step's rows evenly. Raises ConfigError when the largest step does not divide."""
-    shares = plan.topology.attn_tp if plan.shares_rows else 1
-    if sizes.max_bs % shares:
-        raise ConfigError(
-            f"dispatch {config.dispatch!r} shares rows out over attn_tp {shares}, max_running_requests {sizes.max_bs} "
-            f"/ {shares} = {sizes.max_bs / shares:g}; use {align_up(sizes.max_bs, shares)}"
-        )
-    return shares
 
 
 def _prefill_graphs(

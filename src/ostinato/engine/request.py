@@ -128,6 +128,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop must hold non-empty strings, got {text!r}; remove it")
+            check_text(text, "stop")
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, 2**31)
 
@@ -152,13 +153,13 @@ def as_token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
     raise RequestError(f"a prompt must be text or a list of token ids, got {prompt!r}")
 
 
-def check_text(prompt: str) -> None:
-    """Raises RequestError for half characters, which JSON can carry and no tokenizer can read."""
+def check_text(text: str, what: str = "the prompt") -> None:
+    """Raises RequestError for half characters, which JSON can carry and neither tokenizers nor other ranks can read."""
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the prompt has half a surrogate pair, {prompt[error.start]!r}, at character {error.start}; remove it"
+            f"{what} has half a surrogate pair, {text[error.start]!r}, at character {error.start}; remove it"
         ) from None
 
 
@@ -219,6 +220,7 @@ class Request:
         for name in ("request_id", "extra_key"):
             if not isinstance(getattr(self, name), str):
                 raise RequestError(f"{name} must be a string, got {getattr(self, name)!r}")
+            check_text(getattr(self, name), name)
         _check_int("priority", self.priority, -(2**31), 2**31)
 
 

@@ -80,7 +80,7 @@ class Courier:
         self._group = group
         self._frame = torch.zeros(FRAME, dtype=torch.uint8)
         self._frames = torch.zeros(group.size, FRAME, dtype=torch.uint8)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
         self._rounds = msgspec.msgpack.Decoder(Round)
         self._news = msgspec.msgpack.Decoder(News)
 
@@ -121,6 +121,17 @@ class Courier:
         head = data[: FRAME - 8]
         self._frame[:8] = _tensor(len(data).to_bytes(8, "little"))
         self._frame[8 : 8 + len(head)] = _tensor(head)
+
+
+def _plain(value: object) -> object:
+    """A number or text of a class of its own, such as numpy.float64, as the plain one that one rank takes it for."""
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise NotImplementedError(f"{value!r} cannot be sent to other ranks")
 
 
 def _tensor(data: bytes) -> torch.Tensor:

@@ -76,6 +76,24 @@ class Sharding:
         return ranks > 1 and size % ranks == 0
 
 
+def check_shares(topology: Topology, config: ModelConfig, num_physical: int) -> None:
+    """Raise ConfigError when ranks of a layout cannot have equal shares of a model; num_physical: its expert slots."""
+    share, moe = Sharding(topology), config.moe
+    sizes = [("heads", config.num_heads), ("kv_heads", config.num_kv_heads), ("hidden", config.hidden_size)]
+    sizes += [("intermediate", layer.intermediate_size) for layer in config.layers if not layer.sparse]
+    if moe is not None:
+        if moe.shared_intermediate_size:
+            sizes.append(("intermediate", moe.shared_intermediate_size))
+        sizes += [("experts", num_physical), ("expert_intermediate", moe.intermediate_size)]
+    for axis, size in sizes:
+        share.span(axis, size)
+
+
+def shares_rows(dispatch: str, topology: Topology) -> bool:
+    """Whether ranks that have the same rows each dispatch a slice of them, so that widths must divide."""
+    return dispatch != "gathered" and topology.attn_tp > 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerExperts:
     """Experts of one layer in a parallel model: the map for routers, and the logical expert in each physical slot."""
@@ -117,7 +135,7 @@ class ParallelPlan:
     @property
     def shares_rows(self) -> bool:
         """Whether ranks that have the same rows each dispatch a slice of them, so that widths must divide."""
-        return self.dispatch != "gathered" and self.topology.attn_tp > 1
+        return shares_rows(self.dispatch, self.topology)
 
     def num_physical(self, num_experts: int) -> int:
         """Expert slots of a layer, on all ranks together; the same in every layer."""

@@ -45,6 +45,11 @@ def replicas(load: Sequence[float], num_physical: int, num_ranks: int) -> list[i
     return counts
 
 
+def most_slots(num_experts: int, num_ranks: int) -> int:
+    """Slots of a layer that can be of use, with some to spare: each expert once, and once more on each rank."""
+    return num_experts * (num_ranks + 1)
+
+
 def balance(load: Sequence[float], num_physical: int, num_ranks: int, held: Slots | None = None) -> Balance:
     """Slots for experts of the given load. With `held`, experts that stay on a rank stay in their slots.
 
@@ -110,7 +115,7 @@ def logical_load(load: Sequence[int], slots: Slots, num_experts: int) -> list[in
     return counts
 
 
-def read_placement(path: Path, layers: Sequence[int], num_experts: int) -> dict[int, Slots]:
+def read_placement(path: Path, layers: Sequence[int], num_experts: int, num_ranks: int) -> dict[int, Slots]:
     """Slots of the sparse `layers` from a JSON file: {"slots": [[expert of each slot], ... for each sparse layer]}.
 
     Raises ConfigError naming what is wrong in the file.
@@ -120,7 +125,7 @@ def read_placement(path: Path, layers: Sequence[int], num_experts: int) -> dict[
         rows = [tuple(int(e) for e in row) for row in listed]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); correct expert_placement") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, OverflowError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f'{path} is no expert placement; it must hold {{"slots": [[expert of each slot], ...]}}, a list for each '
             "sparse layer"
@@ -130,6 +135,11 @@ def read_placement(path: Path, layers: Sequence[int], num_experts: int) -> dict[
             f"{path} places experts of {len(rows)} layers, the model has {len(layers)} with experts"
         )
     for layer, row in zip(layers, rows, strict=True):
+        if len(row) > (most := most_slots(num_experts, num_ranks)):
+            raise ConfigError(
+                f"{path}: layer {layer} has {len(row)} slots, over {most} for {num_experts} experts on ep {num_ranks}; "
+                "more than one slot for an expert on each rank is of no use: leave some out"
+            )
         wrong = sorted({e for e in row if not 0 <= e < num_experts} | (set(range(num_experts)) - set(row)))
         if wrong or len(row) != len(rows[0]):
             raise ConfigError(
