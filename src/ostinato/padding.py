@@ -200,9 +200,10 @@ def decide_shape(
         tokens = size * per_row
         padded_bs = size if not mode.is_extend else max(rules.max_extend_bs or 0, bs)
     else:
-        extend, dp_padding = mode.is_extend, rules.dp_padding
-        counts = pad_dp_counts(seen, attn_tp_size=rules.attn_tp_size, is_extend=extend, mode=dp_padding)
-        tokens = align_up(counts.padded[dp_rank if gather else 0], math.lcm(rules.attn_tp_size, per_row))
+        # Aligned before the layout is chosen, as in `gathered_rows`: else the two could choose another one.
+        align = math.lcm(rules.attn_tp_size, per_row)
+        counts = pad_dp_counts(seen, attn_tp_size=align, is_extend=mode.is_extend, mode=rules.dp_padding)
+        tokens = counts.padded[dp_rank if gather else 0]
         padded_bs = bs if mode.is_extend else tokens // per_row
     return StepShape(
         mode, tuple(num_tokens), bs, tokens, padded_bs, variant, stream_index, dp_rank, eager_reason=reason

@@ -4,6 +4,7 @@ alone.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -157,6 +158,33 @@ def test_chunks_decoding_and_neighbours_do_not_change_a_bit(
     for position in range(start, length):
         rows.append(run(cache, layer, [Chunk(1, position, position + 1)], pads=pads, decode=True)[0])
     assert torch.equal(torch.cat(rows), whole)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("part", [1, 2], ids=["key", "value"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_out_of_rows_that_may_not_see_it(
+    monkeypatch: pytest.MonkeyPatch, layer: AttentionLayer, part: int, bad: float
+) -> None:
+    """Whole, in chunks and decoded: zero times infinity must not reach other rows of the same product."""
+    length, place = 100, 37
+    (clean,) = run(Cache(), layer, [Chunk(1, 0, length)])
+    dirty = [x.clone() for x in tokens(1)]
+    dirty[part][place] = bad
+    monkeypatch.setattr(sys.modules[__name__], "tokens", lambda request: tuple(dirty))
+    (whole,) = run(Cache(), layer, [Chunk(1, 0, length)])
+    rows = torch.arange(length)
+    sees = rows >= place
+    if layer.sliding_window is not None:
+        sees &= rows < place + layer.sliding_window
+    if layer.attention_chunk_size is not None:
+        sees &= rows // layer.attention_chunk_size == place // layer.attention_chunk_size
+    assert torch.equal(whole[~sees], clean[~sees])
+    assert not whole[place].isfinite().all()
+    cache = Cache()
+    pieces = [run(cache, layer, [Chunk(1, a, b)])[0] for a, b in ((0, 30), (30, 41), (41, 99))]
+    pieces += run(cache, layer, [Chunk(1, 99, 100)], decode=True)
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=0, equal_nan=True)
 
 
 def test_pads_write_nothing() -> None:

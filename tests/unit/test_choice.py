@@ -148,3 +148,22 @@ def test_refusals() -> None:
         ops.sample(x, rules, ids, ids.int(), ids)
     with pytest.raises(ValueError, match="logits must be"):
         ops.sample(torch.zeros(2, 0), rules, ids, ids, ids)
+
+
+@pytest.mark.parametrize("isa", [AVX512_BF16, PORTABLE])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 17, 100])
+def test_a_greedy_row_has_the_same_token_alone_and_beside_rows_that_sample(isa: str, vocab: int) -> None:
+    """It is chosen by `argmax` in a step that samples nothing, else by `sample` with temperature 0."""
+    generator = torch.Generator().manual_seed(vocab)
+    kinds = torch.tensor([float("nan"), -float("inf"), float("inf"), 0.0, -0.0, 1.0])
+    few = torch.rand(200, 1, generator=generator) * len(kinds) + 1  # NaN alone, NaN and -inf, ... of each row
+    rows = kinds[(torch.rand(200, vocab, generator=generator) * few).long().clamp_max(len(kinds) - 1)]
+    rules = torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.float64).repeat(200, 1)
+    number = torch.zeros(200, dtype=torch.int64)
+    chosen = []
+    for library in (opset(isa, 1), ReferenceOps()):
+        greedy, beside = torch.full((200,), -1), torch.full((200,), -1)
+        library.argmax(rows, greedy)
+        library.sample(rows, rules, number, number, beside)
+        chosen += [greedy.tolist(), beside.tolist()]
+    assert chosen[1:] == chosen[:-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ConfigError
@@ -14,7 +14,15 @@ from ostinato.graphs import (
     default_prefill_sizes,
     prefill_buckets,
 )
-from ostinato.padding import Buckets, GraphKey, ShapeRules, StepMode, StepShape, decide_shape
+from ostinato.padding import (
+    Buckets,
+    GraphKey,
+    ShapeRules,
+    StepMode,
+    StepShape,
+    decide_shape,
+    gathered_rows,
+)
 
 MODES = (StepMode.DECODE, StepMode.EXTEND, StepMode.MIXED, StepMode.IDLE)
 
@@ -199,6 +207,7 @@ def test_a_shape_narrower_than_its_rows_is_impossible() -> None:
     gather=st.booleans(),
     sizes=st.lists(st.integers(1, 48), max_size=6),
 )
+@example(mode=StepMode.DECODE, counts=[18, 17, 0, 0], attn_tp=4, width=3, gather=True, sizes=[])
 def test_every_rank_gets_a_consistent_shape(
     mode: StepMode, counts: list[int], attn_tp: int, width: int, gather: bool, sizes: list[int]
 ) -> None:
@@ -225,6 +234,9 @@ def test_every_rank_gets_a_consistent_shape(
         if not shape.eager_reason:
             assert shape.key.size in (decided.extend if mode.is_extend else decided.decode).sizes
     if gather:
+        laid_out = [gathered_rows(shape, decided) for shape in shapes]
+        assert laid_out[1:] == laid_out[:-1]
+        assert laid_out[0].padded == tuple(shape.padded_num_tokens for shape in shapes)
         assert len({shape.eager_reason for shape in shapes}) == 1
         if not shapes[0].eager_reason:
             assert len({shape.key for shape in shapes}) == 1

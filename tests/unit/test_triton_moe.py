@@ -151,12 +151,13 @@ def test_greedy_choice(ops: TritonOps) -> None:
     x[1, 3], x[1, 4500] = torch.nan, 60.0
     x[2] = torch.nan
     x[3] = -torch.inf
+    x[3, :4200] = torch.nan
     x[4, 4097:] = 7.0
     outs = [torch.full((6,), 9, device=DEVICE) for _ in range(2)]
     for library, out in zip((ReferenceOps(), ops), outs, strict=True):
         library.argmax(x, out, live(5))
     assert outs[0].tolist() == outs[1].tolist()
-    assert outs[1][:2].tolist() == [17, 4500]
+    assert outs[1][:4].tolist() == [17, 4500, 0, 4200]
 
 
 def test_sampled_tokens_are_those_of_the_definition(ops: TritonOps) -> None:

@@ -172,19 +172,25 @@ def _attend(
     positions = first_position + torch.arange(total) // group
     key_positions = (first_key + torch.arange(keys.shape[0] * KV_BLOCK)).view(-1, 1, 1, KV_BLOCK)
     out = torch.empty_like(rows)
+    finite = bool(values.isfinite().all())
     for start in range(0, total, ROW_BLOCK):
         part = slice(start, start + ROW_BLOCK)
         mask = _visible(layer, positions[part].view(1, 1, -1, 1), key_positions)
-        out[:, part] = _attend_block(rows[:, part], keys, values, mask, layer.scale)
+        out[:, part] = _attend_block(rows[:, part], keys, values, mask, layer.scale, finite)
     out = out[:, : n * group].reshape(kv_heads, n, group, dim)
     return out.transpose(0, 1).reshape(n, q_heads, dim)
 
 
 def _attend_block(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    finite: bool,
 ) -> torch.Tensor:
     """q [Hkv, ROW_BLOCK, D], keys [B, Hkv, D, KV_BLOCK], mask [B, 1, ROW_BLOCK, KV_BLOCK]; [Hkv, ROW_BLOCK,
-    D].
+    D]. `finite`: all values are.
     """
     scores = torch.matmul(q.expand(keys.shape[0], *q.shape), keys) * scale
     scores = scores.masked_fill(~mask, -math.inf)
@@ -192,10 +198,22 @@ def _attend_block(
     # caller.
     peak = scores.amax(dim=(0, 3), keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(scores - peak)
-    mixed = torch.matmul(weights, values)
+    mixed = torch.matmul(weights, values) if finite else _mix_one_by_one(weights, values, mask)
     sums = weights.sum(-1, keepdim=True)
     total, norm = mixed[0], sums[0]
     for i in range(1, mixed.shape[0]):
         total = total + mixed[i]
         norm = norm + sums[i]
     return total / norm
+
+
+def _mix_one_by_one(weights: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """weights @ values, [B, Hkv, ROW_BLOCK, D], where a value may be infinite or NaN: it is left out of the product for
+    each row that may not see it, as zero times it would be NaN there. Products keep their shape, and rows their bits.
+    """
+    mixed = torch.empty(*weights.shape[:-1], values.shape[-1])
+    broken = ~values.isfinite()
+    for row in range(ROW_BLOCK):
+        unseen = ~mask[:, :, row].unsqueeze(-1)
+        mixed[:, :, row] = torch.matmul(weights, values.masked_fill(broken & unseen, 0.0))[:, :, row]
+    return mixed

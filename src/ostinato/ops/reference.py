@@ -260,7 +260,8 @@ class ReferenceOps:
 
     def argmax(self, x: torch.Tensor, out: torch.Tensor, live: torch.Tensor | None = None) -> None:
         n = live_rows(x, live)
-        out[:n] = x[:n].masked_fill(x[:n].isnan(), float("-inf")).argmax(-1)
+        largest = x[:n].masked_fill(x[:n].isnan(), float("-inf")).amax(-1, keepdim=True)
+        out[:n] = (x[:n] == largest).int().argmax(-1)  # the first; of a row of NaN, 0
         out[n:] = 0
 
     def sample(

@@ -7,13 +7,18 @@ rounded, as torch does it; the result depends on the pair and its position alone
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
+
+from llvmlite import ir
 
 from ostinato.ops.cpu import rows as field
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.norm_ir import Fields, Vector, norm_function, rms_vector
-from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VF, Lanes, Value
+from ostinato.ops.cpu.vector_ir import F32, I32, I64, LANES, VF, Lanes, Value
+
+_NOWHERE = 0x7FFFFFFF  # an index behind all others
 
 
 def _turned(lanes: Lanes, first: Value, second: Value, cos: Value, sin: Value) -> tuple[Value, Value]:
@@ -103,7 +108,16 @@ def argmax_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     b, fields = lanes.b, Fields(lanes, p)
     vector = Vector(lanes, kind, fields[field.DIM])
     count = b.sdiv(lanes.at(vector.dim, LANES - 1), lanes.i64(LANES))
-    lowest = lanes.floats(float("-inf"))
+    lowest, nowhere = lanes.floats(float("-inf")), lanes.ints(_NOWHERE)
+
+    def indices(j: Value) -> Value:
+        return b.add(lanes.splat(b.trunc(lanes.times(j, LANES), I32)), lanes.lane_numbers())
+
+    def first_number(x: Value, j: Value, found: list[Value]) -> list[Value]:
+        mask, index = vector.mask(j), indices(j)
+        value = kind.load(lanes, lanes.at(x, vector.offset(j)), mask)
+        there = b.and_(mask, b.fcmp_ordered("ord", value, value))
+        return [b.select(b.and_(there, b.icmp_signed("<", index, found[0])), index, found[0])]
 
     def row(i: Value) -> None:
         r = b.add(first, i)
@@ -112,15 +126,24 @@ def argmax_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
         def step(j: Value, best: list[Value]) -> list[Value]:
             mask = vector.mask(j)
             value = b.select(mask, kind.load(lanes, lanes.at(x, vector.offset(j)), mask), lowest)
-            index = b.add(lanes.splat(b.trunc(lanes.times(j, LANES), I32)), lanes.lane_numbers())
+            index = indices(j)
             larger = b.fcmp_ordered(">", value, best[0])
             return [b.select(larger, value, best[0]), b.select(larger, index, best[1])]
 
         value, index = lanes.loop(count, [lowest, lanes.lane_numbers()], step)
-        winner = b.fcmp_ordered("==", value, lanes.max_lanes(value))
-        candidates = b.select(winner, index, lanes.ints(0x7FFFFFFF))
-        smallest = lanes.fold(candidates, lambda m, n: b.select(b.icmp_signed("<", m, n), m, n))
-        lanes.store(b.zext(lanes.first_lane(smallest), I64), fields.row(field.OUT, field.OUT_STRIDE, r), 8)
+        most = lanes.max_lanes(value)
+        winner = b.fcmp_ordered("==", value, most)
+        candidates = b.select(winner, index, nowhere)
+        # Nothing is larger than what the search begins with where a row holds NaN and -inf alone: look for the latter.
+        nothing = b.fcmp_ordered("==", lanes.first_lane(most), ir.Constant(F32, float("-inf")))
+        (number,) = lanes.loop(b.select(nothing, count, lanes.i64(0)), [nowhere], partial(first_number, x))
+        candidates = b.select(nothing, number, candidates)
+        smallest = lanes.first_lane(
+            lanes.fold(candidates, lambda m, n: b.select(b.icmp_signed("<", m, n), m, n))
+        )
+        none = b.icmp_signed("==", smallest, ir.Constant(I32, _NOWHERE))
+        chosen = b.select(none, ir.Constant(I32, 0), smallest)
+        lanes.store(b.zext(chosen, I64), fields.row(field.OUT, field.OUT_STRIDE, r), 8)
 
     lanes.each(b.sub(last, first), row)
 
