@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from ostinato import LLM, SamplingParams
-from ostinato.engine.front import FrontEngine
+from ostinato.config import EngineConfig
+from ostinato.engine.front import FrontEngine, open_engine
+from ostinato.engine.program import RankProgram
 from ostinato.errors import ParallelError
 
 PATIENCE_S = 60
@@ -214,3 +216,14 @@ def test_torchrun_across_machines() -> None:
     assert [node.returncode for node in nodes] == [0, 0], results
     assert results[0][0].strip() == expected.strip(), "rank 0 answers"
     assert results[1][0] == "", "the others do not"
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_rank_that_ends_before_they_meet_is_named(transport: str) -> None:
+    """Rank 0 waits for it in the store, which would wait for minutes."""
+    program = RankProgram(lambda engine, message: message, module="ostinato.no_such_module")
+    config = EngineConfig.of(dp_size=2, threads=1, transport=transport, progress=False)
+    began = time.monotonic()
+    with pytest.raises(ParallelError, match="rank 1 ended with status 1"):
+        open_engine(config, lambda *args: None, program)
+    assert time.monotonic() - began < PATIENCE_S

@@ -43,7 +43,11 @@ def main(program: RankProgram | None = None) -> int:
     config = EngineConfig(**launch["config"]).replace(progress=False)
     topology = Topology(**launch["topology"])
     store = TCPStore(LOCALHOST, launch["port"], topology.tp, False)
-    world = meet(topology, store, config, Watchdog(float(config.rank_timeout)))
+    try:
+        world = meet(topology, store, config, Watchdog(float(config.rank_timeout)))
+    except OstinatoError as error:
+        print(f"rank {topology.rank}: {error}", file=sys.stderr, flush=True)
+        return FAILED
     return run_rank(config, world, LoadReports(topology, store), program)
 
 

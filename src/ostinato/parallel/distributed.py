@@ -19,6 +19,7 @@ import torch.distributed
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from ostinato.errors import ParallelError
+from ostinato.parallel.meeting import wait_for_ranks
 from ostinato.parallel.watchdog import Watchdog
 
 _NO_TIMEOUT = datetime.timedelta(days=365)
@@ -49,6 +50,8 @@ class GlooGroup:
         self._store = store
         self.watchdog = watchdog
         self._count = 0
+        store.set(f"here/{rank}", "1")  # gloo waits for ever, and for nobody else meanwhile
+        wait_for_ranks(store, {f"here/{r}": name for r, name in enumerate(ranks)}, watchdog.check)
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         device = gloo.create_default_device() if host is None else gloo.create_device(hostname=host)

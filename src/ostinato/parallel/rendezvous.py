@@ -22,6 +22,7 @@ from ostinato.errors import ConfigError, ParallelError
 from ostinato.parallel.collectives import Group, SingleGroup
 from ostinato.parallel.distributed import GlooGroup
 from ostinato.parallel.heartbeat import Heartbeat
+from ostinato.parallel.meeting import wait_for_ranks
 from ostinato.parallel.shm import (
     DEFAULT_CAPACITY,
     ShmGroup,
@@ -95,11 +96,11 @@ def join(
     """
     if topology.tp == 1:
         return single_world()
-    _agree(topology, store)
+    _agree(topology, store, watchdog.check)
     heartbeat = None
     if watchdog.timeout_s is not None:
         heartbeat = Heartbeat(PrefixStore("life", store), topology.rank, topology.tp, watchdog.timeout_s)
-    near = _one_machine(topology, store)
+    near = _one_machine(topology, store, watchdog.check)
     if transport == "shm" and not near:
         raise ConfigError("transport 'shm' needs all ranks on one x86 Linux machine; use transport 'gloo'")
     chosen = "shm" if near and transport != "gloo" else "gloo"
@@ -113,7 +114,7 @@ def join(
         own = PrefixStore(f"{name}/{ranks[0]}", store)
         if chosen == "gloo":
             return GlooGroup(own, rank, ranks, dog, host=host, name=label)
-        memory = _share(own, rank, len(ranks), capacity)
+        memory = _share(own, rank, ranks, capacity, watchdog.check)
         return ShmGroup(memory, rank, ranks, dog, capacity=capacity, name=label)
 
     def check() -> None:
@@ -135,11 +136,12 @@ def join(
     return world
 
 
-def _agree(topology: Topology, store: Store) -> None:
+def _agree(topology: Topology, store: Store, check: Callable[[], None]) -> None:
     """Every rank was given the same layout, or all of them stop here."""
     mine = f"tp {topology.tp}, dp {topology.dp}, ep {topology.ep}, cp {topology.cp}"
     if topology.rank == 0:
         store.set("layout", mine)
+    wait_for_ranks(store, {"layout": 0}, check)
     theirs = store.get("layout").decode()
     if theirs != mine:
         raise ParallelError(
@@ -147,28 +149,36 @@ def _agree(topology: Topology, store: Store) -> None:
         )
 
 
-def _one_machine(topology: Topology, store: Store) -> bool:
+def _one_machine(topology: Topology, store: Store, check: Callable[[], None]) -> bool:
     """Whether all ranks see the same processes, so that each can find the others' memory."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     here = f"rank {topology.rank}"
     if shm_supported() and boot.exists() and pids.exists():
         here = f"{boot.read_text().strip()} {pids.readlink()} {os.getuid()}"
     store.set(f"machine/{topology.rank}", here)
+    wait_for_ranks(store, {f"machine/{r}": r for r in range(topology.tp)}, check)
     return all(store.get(f"machine/{r}").decode() == here for r in range(topology.tp))
 
 
-def _share(store: Store, rank: int, size: int, capacity: int) -> mmap.mmap:
-    """Shared memory of a group: its first rank makes it, the others open it through that rank's process."""
+def _share(
+    store: Store, rank: int, ranks: Sequence[int], capacity: int, check: Callable[[], None]
+) -> mmap.mmap:
+    """Shared memory of a group: its first rank makes it, the others open it through that rank's process.
+
+    rank: this one's place in the group, whose members are `ranks`.
+    """
+    size = len(ranks)
     length = memory_bytes(size, capacity)
     if rank == 0:
         fd = create_memory(size, capacity=capacity)
         store.set("memory", f"/proc/{os.getpid()}/fd/{fd}")
     else:
+        wait_for_ranks(store, {"memory": ranks[0]}, check)
         fd = os.open(store.get("memory").decode(), os.O_RDWR)
     try:
         memory = mmap.mmap(fd, length)
         store.set(f"mapped/{rank}", "1")
-        store.wait([f"mapped/{r}" for r in range(size)])
+        wait_for_ranks(store, {f"mapped/{r}": name for r, name in enumerate(ranks)}, check)
     finally:
         os.close(fd)
     return memory
