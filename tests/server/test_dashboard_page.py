@@ -120,7 +120,9 @@ def test_charts_and_chat(browser: Browser, server: Server) -> None:
         return new Set(new Uint32Array(pixels.buffer)).size;
     """
     assert browser.execute_script(colours) > 8
-    rows = [row.text for row in browser.find_elements(By.CSS_SELECTOR, "#buckets tr")]
+    # In one call: each second brings new rows, and the old ones are gone in the middle of a look at them.
+    texts = "return [...document.querySelectorAll('#buckets tr')].map((row) => row.innerText)"
+    rows = [" ".join(text.split()) for text in browser.execute_script(texts)]
     assert any(row.startswith("decode 1") for row in rows)
     assert any(row.startswith("extend") for row in rows)
     assert "qwen3_moe, 4 layers, 8 experts" in by_id(browser, "facts").text
