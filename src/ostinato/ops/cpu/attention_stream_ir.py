@@ -15,7 +15,7 @@ from ostinato.ops.cpu.lane_kinds import Kind, vectors_beside
 from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VI, Keep, Lanes, Value
 
 STREAM_ROWS = 6  # most rows of a KV head whose pages are streamed
-_AHEAD = 2  # parts of pages (of one head) that a stream is asked for ahead of use
+_AHEAD = 4  # parts of pages (of one head) that a stream is asked for ahead of use
 
 
 def _stream(
@@ -65,7 +65,7 @@ def score_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
 
         def step(word: Value, totals: list[Value]) -> list[Value]:
             across, along = lanes.times(word, 64), lanes.times(word, 4)
-            lanes.prefetch(lanes.at(following, across), Keep.ONCE)
+            lanes.prefetch(lanes.at(following, across), Keep.SECOND)
             loaded = [lanes.load(lanes.at(part, across), VI)]
             return multiply(
                 lanes, kind, totals, loaded, lambda m: lanes.load(lanes.at(queries[m], along), I32)
@@ -112,7 +112,7 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
             def step(word: Value, sums: list[Value]) -> list[Value]:
                 down = lanes.at(offset, b.mul(word, v_stride))
                 for j in range(vectors):
-                    lanes.prefetch(lanes.at(following, down, 64 * j), Keep.ONCE)
+                    lanes.prefetch(lanes.at(following, down, 64 * j), Keep.SECOND)
                 places = [lanes.at(part, down, 64 * j) for j in range(vectors)]
                 loaded = [lanes.load(place, VI) for place in places[: vectors - (tail is not None)]]
                 if tail is not None:

@@ -22,6 +22,7 @@ PANEL = 32  # columns of a panel
 VECTORS = 2  # vectors of 16 lanes across a panel
 STEP_BYTES = 4 * PANEL  # of a panel, per step of K: 2 bf16, 1 fp32 or 4 int8 values a column
 TILE_ARGUMENTS = 8
+_WAITING_ROWS = 3  # rows of a tile whose arithmetic takes about as long as reading its panel
 _CROWDED = 16  # sums beyond which LLVM must be kept from loading words early and spilling sums for them
 
 
@@ -99,6 +100,9 @@ class TileEmitter:
     def ask(self, n: int, at: Value, size: int, stride: Value) -> None:
         """Ask for `size` bytes ahead of a tile of `n` rows. A panel that is asked for as fast as it is used is read
         once; what is asked for at another pace stays, for the tiles to come.
+
+        From _WAITING_ROWS rows on what is read once comes into the second-level cache: arithmetic takes about as
+        long as memory then, and the first level has too few places for lines on their way to bridge the gaps.
         """
         lanes, b = self.lanes, self.lanes.b
 
@@ -111,7 +115,7 @@ class TileEmitter:
             return
         with b.if_else(b.icmp_signed("==", stride, lanes.i64(STEP_BYTES))) as (streams, stays):
             with streams:
-                lines(Keep.ONCE)
+                lines(Keep.ONCE if n < _WAITING_ROWS else Keep.SECOND)
             with stays:
                 lines(Keep.NEAREST)
 
