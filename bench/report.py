@@ -123,13 +123,30 @@ def _best_ceilings(turn: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def write_race(record: Mapping[str, Any], directory: Path) -> None:
-    """A race's JSON, in place of an older one of the same model, precision, peers, instructions and memory rule."""
+    """A race's JSON, in place of an older one of the same model, precision, peers, kind of processor, instructions and
+    memory rule.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     least = record.get("memory_from", 0.0)
     rule = [f"from-{least:.0f}"] if least else []
-    name = "-".join([record["model"], record["precision"], *_other_isa(record), *rule, *_peers(record)])
+    name = "-".join(
+        [
+            record["model"],
+            record["precision"],
+            *_processor(record),
+            *_other_isa(record),
+            *rule,
+            *_peers(record),
+        ]
+    )
     path = directory / f"{name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _processor(record: Mapping[str, Any]) -> list[str]:
+    """Family and model, which tell kinds of processors of one name apart; nothing where they are not known."""
+    family, model, *_ = (*record["machine"].get("family_model_stepping", ()), None, None)
+    return [f"family{family}-{model}"] if family and model else []
 
 
 def _other_isa(record: Mapping[str, Any]) -> list[str]:
@@ -165,7 +182,8 @@ def write_summary(directory: Path) -> Path:
 
 _INTRODUCTION = """Written by `python bench/compare.py`. Tokens a second, medians over alternated turns; ratios are of
 ostinato to a peer (the best of its modes) within a turn: median (least–most). A turn counts when nobody else used the
-machine during it. Steps, and a prompt, before the timed ones warm up (races before 2026-11-30 11:04 timed the first
+machine during it; two clock ticks while the ceilings were measured are no use (until 2026-12-01 01:30 they
+discarded a turn: seven of the race from 40 GB/s on, judged anew). Steps, and a prompt, before the timed ones warm up (races before 2026-11-30 11:04 timed the first
 prompt too). The share of the limit is of the least time that reading the weights and the KV cache once, or the
 multiply-adds, could take by bandwidth and peak, the better of what was measured before and after the turn: of plain
 bf16 weights (which lossless coding may pass), and of the bytes that ostinato's weights take in memory. The bandwidth is
@@ -185,7 +203,11 @@ def _title(record: Mapping[str, Any]) -> str:
     rule = f", memory at {least:.0f} GB/s or more" if least else ""
     beside = ", ".join(NAMES[peer] for peer in _peers(record))
     where = "".join(f", {isa} alone" for isa in _other_isa(record))
-    return f"{record['model']}, {record['precision']}{where}, beside {beside}{rule}"
+    on = "".join(
+        f", {processor.replace('-', ' model ').replace('family', 'family ')}"
+        for processor in _processor(record)
+    )
+    return f"{record['model']}, {record['precision']}{where}, beside {beside}{rule}{on}"
 
 
 def section(record: Mapping[str, Any]) -> str:
