@@ -151,7 +151,10 @@ def test_an_original_context_that_is_no_number_is_named(value: Any) -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({**SCALED["llama3"], "rope_type": "llama3", "high_freq_factor": 1.0}, "above its low_freq_factor 1"),
+        (
+            {**SCALED["llama3"], "rope_type": "llama3", "high_freq_factor": 0.5},
+            "of its low_freq_factor 1 or more",
+        ),
         ({**SCALED["yarn"], "rope_type": "yarn", "rope_theta": 1.0}, "needs rope_theta above 1, got 1"),
         (
             {**SCALED["longrope"], "rope_type": "longrope", "original_max_position_embeddings": 1},
