@@ -82,9 +82,12 @@ class Meter:
         return cls(sessions, time.perf_counter(), busy_seconds(), cls._own(sessions))
 
     def others(self) -> float:
-        """Cores that everybody else has used since the start, on average."""
+        """Cores that everybody else has used since the start, on average.
+
+        Both sums are of ticks; up to two of them, a fifth of a core over 0.1 s, are no more than rounding.
+        """
         wall = time.perf_counter() - self.wall
-        used = busy_seconds() - self.busy - (self._own(self.sessions) - self.own)
+        used = busy_seconds() - self.busy - (self._own(self.sessions) - self.own) - 2 / _HERTZ
         return max(0.0, used / wall) if wall > 0 else 0.0
 
     @staticmethod
