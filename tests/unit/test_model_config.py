@@ -249,6 +249,10 @@ def test_llama4_layers() -> None:
     assert [layer.rope is not None for layer in layers] == [True, False, True, False]
     assert [layer.attention_chunk_size for layer in layers] == [16, None, 16, None]
     assert [layer.scale_by_position for layer in layers] == [False, True, False, True]
+    for written, tuned in ((4, True), (0, False)):  # as transformers 4.51 wrote it
+        parsed = parse_config({**raw, "attn_temperature_tuning": written})
+        assert [layer.scale_by_position for layer in parsed.layers] == [False, tuned, False, tuned]
+        assert (parsed.temperature is not None) == tuned
     assert [layer.sparse for layer in layers] == [False, True, False, True]
     assert {layer.intermediate_size for layer in layers} == {80}
     explicit = parse_config({**raw, "moe_layers": [0], "no_rope_layers": [0, 1, 1, 1]}).layers
