@@ -232,6 +232,12 @@ class ServerConfig:
         parse_bytes(self.max_body_bytes, name="max_body_bytes")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
+        for key in self.api_keys:
+            if not key.isprintable() or key != key.strip():
+                raise ConfigError(
+                    "api_keys holds one that no client could send: a key is printable, without space around it; "
+                    "mind the end of the line in a file that it came from"
+                )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -95,6 +95,13 @@ def test_replicas_follow_the_load_and_answer_alike(url: str) -> None:
     assert _text(url, PROMPTS[0]) == expected[PROMPTS[0]]
 
 
+def test_all_kinds_of_options_can_be_given_as_words() -> None:
+    """As on Serve's command line."""
+    words = {"shadow_rate": "0.5", "decode_buckets": "1,2", "api_keys": "a,b", "shutdown_timeout": "7"}
+    made = app(words)._bound_deployment
+    assert made._deployment_config.graceful_shutdown_timeout_s == 7
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -103,6 +110,9 @@ def test_replicas_follow_the_load_and_answer_alike(url: str) -> None:
         ({"threads": "many"}, "threads must be a whole number"),
         ({"dtype": "float99"}, "dtype 'float99' is unknown"),
         ({"access_log": "perhaps"}, "access_log must be true or false"),
+        ({"shadow_rate": "often"}, "shadow_rate must be a number"),
+        ({"decode_buckets": "1,x"}, "decode_buckets must be a whole number, got 'x'"),
+        ({"port": "80"}, "port is Serve's"),
     ],
 )
 def test_options_are_checked_before_anything_is_placed(options: dict[str, Any], message: str) -> None:

@@ -9,10 +9,11 @@ import pytest
 from ostinato import ConfigError, EngineConfig, SamplingParams
 from ostinato.engine.replan import Replanner
 from ostinato.graphs.planner import Costs
-from ostinato.padding import Buckets, ShapeRules, StepMode, StepShape
+from ostinato.padding import Buckets, ShapeRules, StepMode, StepShape, decide_shape
 
 GPU = Costs(pad_row=1e-3, eager=1e-2, graph=1e-3)
 CPU = Costs(pad_row=1e-9, eager=1e-2, graph=1e-3)
+DEAR = Costs(pad_row=1e-3, eager=1e-2, graph=5e-3)  # graphs
 RULES = ShapeRules(Buckets((8, 16)), Buckets((64, 128)), max_extend_bs=16)
 
 
@@ -74,7 +75,7 @@ def play(llm: Any) -> Any:
     ]
 
 
-@pytest.mark.parametrize("costs", [GPU, CPU], ids=["many", "few"])
+@pytest.mark.parametrize("costs", [GPU, DEAR], ids=["many", "few"])
 def test_answers_do_not_move_while_lists_change(make_llm: Any, costs: Costs) -> None:
     fixed, auto = make_llm(), make_llm(buckets="auto")
     replanner = auto.engine.worker.options.replanner
@@ -94,3 +95,35 @@ def test_answers_do_not_move_while_lists_change(make_llm: Any, costs: Costs) -> 
 def test_auto_and_exact_sizes_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="buckets 'auto' plans few"):
         EngineConfig(buckets="auto", disable_padding=True)
+
+
+def test_lists_that_cost_nothing_stay() -> None:
+    rules = ShapeRules(Buckets((1, 2, 4, 16)), Buckets((64,)))
+    planner = Replanner(GPU, every=1)
+    for _ in range(100):
+        planner.note(StepShape(StepMode.DECODE, (1,), 1, 1, 1), rules)
+    assert planner.plan(rules) == rules
+
+
+@pytest.mark.parametrize("sizes", [(5, 14), (3, 7, 30), (2, 64)])
+def test_a_planned_list_takes_every_prefill_that_was_seen(sizes: tuple[int, ...]) -> None:
+    """A bucket more than twice as wide as a step is refused, so few rows need few more."""
+    rules = ShapeRules(Buckets((16,)), Buckets((4, 8, 16, 32, 64, 128)))
+    planner = Replanner(GPU, every=1)
+    for _ in range(200):
+        for n in sizes:
+            planner.note(decide_shape(StepMode.EXTEND, (n,), 1, rules), rules)
+    found = planner.plan(rules)
+    assert found != rules
+    for n in sizes:
+        assert not decide_shape(StepMode.EXTEND, (n,), 1, found).eager_reason, (n, found.extend)
+
+
+def test_what_was_refused_is_planned_for() -> None:
+    """Also where another rank's rows chose the bucket."""
+    rules = ShapeRules(Buckets((16,)), Buckets((512, 1024)))
+    planner = Replanner(GPU, every=1)
+    refused = StepShape(StepMode.EXTEND, (512, 12), 1, 512, 16, eager_reason="too much padding")
+    for _ in range(200):
+        planner.note(refused, rules)
+    assert planner.plan(rules).extend.sizes[0] == 12

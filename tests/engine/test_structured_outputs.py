@@ -240,3 +240,16 @@ def test_the_mask_allows_a_choice_token_by_token(word: str, others: list[str], s
     assert matcher.problem is None
     assert matcher.allowed()[list(engine.stop_token_ids)].any()
     assert matcher.allowed().dtype == np.bool_
+
+
+def test_a_form_that_cannot_be_is_found_out_once(shared_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server compiles beside the steps, and then submits, which must not do it again."""
+    engine = shared_llm.engine
+    grammars = Grammars(shared_llm.tokenizer, engine.model_config.vocab_size, engine.stop_token_ids)
+    form, built, build = StructuredOutputs(regex=r"[^\s\S]"), [], grammars._build
+    monkeypatch.setattr(grammars, "_build", lambda *args: built.append(args) or build(*args))
+    for _ in range(2):
+        with pytest.raises(RequestError, match="no text has this form"):
+            grammars.compile(form)
+    assert len(built) == 1
+    assert grammars.known(form)

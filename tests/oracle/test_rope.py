@@ -29,7 +29,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 256,
-        }
+        },
+        # Llama 4 Scout's: no wavelength lies between.
+        {
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 256,
+        },
     ],
     "yarn": [
         {"factor": 4.0, "original_max_position_embeddings": 512},

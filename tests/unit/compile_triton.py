@@ -26,7 +26,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "enable_reflect_ftz")
 
 
 class Compiler:
@@ -54,6 +54,8 @@ class Compiler:
         key = f"{kernel.__name__} {signature} {constants} {options}"
         if key not in self.done:
             made = triton.compile(ASTSource(kernel, signature, constants), target=TARGET, options=options)
+            for rounded in ("div.rn.ftz", "sqrt.rn.ftz"):
+                assert rounded not in made.asm["ptx"], f"{kernel.__name__} would flush subnormals: {rounded}"
             self.done[key] = len(made.asm["cubin"])
             print(kernel.__name__, made.metadata.shared, flush=True)
 

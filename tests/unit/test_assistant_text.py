@@ -192,6 +192,16 @@ def test_deltas_of_a_message_are_the_message(cuts: list[int]) -> None:
     assert reader.finish_reason("length") == "length"
 
 
+@pytest.mark.parametrize("cuts", [[], [*range(0, 120, 7)]])
+def test_calls_behind_the_first_are_left_out_where_one_is_wanted(cuts: list[int]) -> None:
+    reader = AssistantMessage(None, new_parser("hermes"), one_call=True)
+    deltas = [delta for piece in split(f"{H_PARIS}\n{H_NOW}", cuts) for delta in reader.push(piece)]
+    calls = [call for delta in deltas + reader.finish() for call in delta.get("tool_calls", ())]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"city": "Paris"}]
+    assert len(reader.message()["tool_calls"]) == 1
+    assert reader.finish_reason("stop") == "tool_calls"
+
+
 @pytest.mark.parametrize(
     ("template", "found"),
     [

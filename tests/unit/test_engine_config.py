@@ -15,6 +15,7 @@ import pytest
 from ostinato.config import (
     EngineConfig,
     LaunchedRank,
+    ServerConfig,
     cache_dir,
     environment_options,
     launched_rank,
@@ -186,3 +187,12 @@ def test_ranks_that_torchrun_starts() -> None:
     for wrong in ({"RANK": "x"}, {"RANK": "-1"}, {"RANK": "4"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "four"}):
         with pytest.raises(ConfigError, match=r"RANK '.*' and WORLD_SIZE '.*' are no rank among ranks"):
             launched_rank(env | wrong)
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "sec\0ret"])
+def test_a_key_that_no_client_could_send_is_refused_and_not_told(key: str) -> None:
+    """As a file gives it whose line's end came along."""
+    with pytest.raises(ConfigError, match="api_keys holds one that no client could send") as refused:
+        ServerConfig.of(environ={"OSTINATO_API_KEY": key})
+    assert "secret" not in str(refused.value)
+    assert ServerConfig.of(environ={"OSTINATO_API_KEY": "sésame"}).api_keys == ("sésame",)

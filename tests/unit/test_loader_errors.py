@@ -364,3 +364,14 @@ def test_a_failed_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match=r"owner/name .*\(no network\); check the name") as error:
         resolve_model("owner/name")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_embedding_lies_where_everything_does(tmp_path: Path, tied: bool) -> None:
+    """Also where the head has weights of its own: a GPU's kernels read no table of the host."""
+    tensors = weights()
+    if tied:
+        del tensors["lm_head.weight"]
+    embedding = load(write(tmp_path, tensors, tie_word_embeddings=tied), device="meta").embedding
+    assert isinstance(embedding, torch.Tensor)
+    assert embedding.device.type == "meta"

@@ -69,6 +69,21 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
     assert read_jobs(file, 5) == [Job({"prompt": [1, 2]}), Job(chat, True)] * 2 + [Job({"prompt": [1, 2]})]
 
 
+def test_a_line_ends_where_json_lines_say(tmp_path: Path) -> None:
+    """Not at what else Unicode calls the end of a line, which a prompt may hold."""
+    file = tmp_path / "requests.jsonl"
+    prompt = "a\u2028b\u2029c\u0085d\x1ce"
+    file.write_text(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert read_jobs(file, None) == [Job({"prompt": prompt})]
+
+
+def test_a_file_of_another_encoding_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes('{"prompt": "\u00e9"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        read_jobs(file, None)
+
+
 @pytest.mark.parametrize("line", ["{", "[]", "{}", '{"prompt": "x", "messages": []}'])
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "requests.jsonl"

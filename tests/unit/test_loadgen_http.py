@@ -76,7 +76,7 @@ Script = Sequence[float | bytes | None]
 
 
 class FakeServer:
-    """Answers each request with the script of its turn, the last one again and again."""
+    """Answers each request with the script of its turn, the last one again and again; compressed for who takes that."""
 
     def __init__(self, *scripts: Script, status: int = 200) -> None:
         self.scripts = scripts
@@ -94,6 +94,7 @@ class FakeServer:
         if self.status != 200:
             return web.json_response({"error": {"message": "too many requests"}}, status=self.status)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response.enable_compression()
         await response.prepare(request)
         for act in self.scripts[min(len(self.bodies), len(self.scripts)) - 1]:
             if act is None:
@@ -107,7 +108,9 @@ class FakeServer:
         return response
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "fake"}]})
+        response = web.json_response({"data": [{"id": "fake"}]})
+        response.enable_compression()
+        return response
 
     @asynccontextmanager
     async def running(self, **options: Any) -> AsyncIterator[Client]:

@@ -151,7 +151,10 @@ def test_an_original_context_that_is_no_number_is_named(value: Any) -> None:
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({**SCALED["llama3"], "rope_type": "llama3", "high_freq_factor": 1.0}, "above its low_freq_factor 1"),
+        (
+            {**SCALED["llama3"], "rope_type": "llama3", "high_freq_factor": 0.5},
+            "of its low_freq_factor 1 or more",
+        ),
         ({**SCALED["yarn"], "rope_type": "yarn", "rope_theta": 1.0}, "needs rope_theta above 1, got 1"),
         (
             {**SCALED["longrope"], "rope_type": "longrope", "original_max_position_embeddings": 1},
@@ -246,6 +249,10 @@ def test_llama4_layers() -> None:
     assert [layer.rope is not None for layer in layers] == [True, False, True, False]
     assert [layer.attention_chunk_size for layer in layers] == [16, None, 16, None]
     assert [layer.scale_by_position for layer in layers] == [False, True, False, True]
+    for written, tuned in ((4, True), (0, False)):  # as transformers 4.51 wrote it
+        parsed = parse_config({**raw, "attn_temperature_tuning": written})
+        assert [layer.scale_by_position for layer in parsed.layers] == [False, tuned, False, tuned]
+        assert (parsed.temperature is not None) == tuned
     assert [layer.sparse for layer in layers] == [False, True, False, True]
     assert {layer.intermediate_size for layer in layers} == {80}
     explicit = parse_config({**raw, "moe_layers": [0], "no_rope_layers": [0, 1, 1, 1]}).layers

@@ -22,6 +22,7 @@ from ostinato.graphs import (
     TapeBackend,
     Workspace,
 )
+from ostinato.graphs.breakable import BreakableBackend, LiveStep
 from ostinato.moe.load import ExpertLoad
 from ostinato.padding import Buckets, GraphKey, ShapeRules, StepMode, StepShape, decide_shape
 
@@ -177,6 +178,24 @@ def test_modes_that_share_a_key_share_a_graph() -> None:
         want = made.input_ids.double() * 1000 + made.positions.double().sqrt()
         assert run(runner, made)[: len(want)].tolist() == want.tolist()
     assert (runner.stats.captures, runner.stats.replays) == (1, 1)
+
+
+def test_numbers_in_a_list_are_frozen_with_the_capture() -> None:
+    """F13: also where whoever holds the list changes it."""
+    counts = [3]
+    runner, _ = make(TapeBackend(), read=lambda view: view.global_num_tokens_cpu, capture_on_first_use=True)
+    made = replace(batch(1, 2, 3), global_num_tokens_cpu=counts)
+    run(runner, made)
+    run(runner, made)
+    counts[0] = 4
+    with pytest.raises(CaptureError, match=r"global_num_tokens_cpu' was \(3,\)"):
+        run(runner, made)
+
+
+def test_tensors_in_a_list_are_refused() -> None:
+    runner, _ = make(TapeBackend(), read=lambda view: view.global_num_tokens_cpu, capture_on_first_use=True)
+    with pytest.raises(CaptureError, match="holds tensors of this one step"):
+        run(runner, replace(batch(1, 2, 3), global_num_tokens_cpu=[torch.ones(1)]))
 
 
 def test_verdicts_are_frozen_with_the_capture() -> None:
@@ -392,6 +411,26 @@ def test_warm_ups_of_a_capture_amid_serving_are_announced() -> None:
     events.clear()
     runner.run(shape, decode_batch([1, 2], [4, 5], [1, 2], [16, 17]), reject="eager")
     assert events == ["run"]
+
+
+def test_warm_ups_within_a_first_capture_in_segments_are_announced_too() -> None:
+    """A breakable backend computes the step while it captures; not so what the device's backend needs before."""
+    events: list[object] = []
+
+    class Device(TapeBackend):
+        runs_while_capturing = False
+        warmup = 2
+
+    live = LiveStep()
+    runner, _ = make(
+        BreakableBackend(Device(), live),
+        read=lambda view: events.append("run"),
+        capture_on_first_use=True,
+        rehearse=events.append,
+        live=live,
+    )
+    runner.run(shape_of(batch(1, 2)), batch(1, 2))
+    assert events == [True, "run", "run", False, "run"]
 
 
 def test_a_rehearsal_leaves_the_switch_of_the_load_as_it_was() -> None:

@@ -432,6 +432,28 @@ def test_short_prompts_pass_a_long_one() -> None:
         rig.check_answer(sequence)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"max_running": 1}, {"max_running": 2}, {"num_pages": 17}, {"num_pages": 17, "max_running": 3}],
+)
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_a_long_prompt_begins_however_many_short_ones_come(options: dict[str, int], ignore_eos: bool) -> None:
+    """Neither the slot nor the pages that it waits for go to those behind it."""
+    rig = Rig(chunk=16, caching=False, **options)
+    others = [rig.submit(range(20, 24), 6, ignore_eos=True) for _ in range(2)]
+    rig.step()
+    long = rig.submit(range(40), 8, ignore_eos=ignore_eos)
+    for n in range(60):
+        if long.state is not SequenceState.WAITING:
+            break
+        others.append(rig.submit(range(n % 9, n % 9 + 4), 6, ignore_eos=True))
+        rig.step()
+    assert long.state is not SequenceState.WAITING
+    rig.run()
+    for sequence in (long, *others):
+        rig.check_answer(sequence)
+
+
 def test_a_short_prompt_passes_nobody_of_better_priority() -> None:
     rig = Rig(chunk=16, caching=False)
     long = rig.submit(range(40), 2, priority=-1, ignore_eos=True)

@@ -24,6 +24,34 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_request_with_another_in_line_behind_it_learns_that_its_client_has_gone(waiting: int) -> None:
+    seen: list[str] = []
+
+    async def long(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        seen.append("asked")
+        seen.append((await receive())["type"])
+
+    async def run() -> None:
+        config = uvicorn.Config(long, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
+        config.load()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: BoundedHttp(config, ServerState(), {}), "127.0.0.1", 0)
+        async with server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(GET * (1 + waiting))
+            async with asyncio.timeout(20):
+                while not seen:
+                    await asyncio.sleep(0.01)
+                writer.close()
+                while len(seen) < 2:
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert seen == ["asked", "http.disconnect"]
+
+
 @pytest.mark.parametrize("answered", [0, 1, 2])
 def test_a_head_that_does_not_come_ends_the_connection(
     answered: int, monkeypatch: pytest.MonkeyPatch

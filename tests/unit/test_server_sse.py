@@ -71,3 +71,23 @@ def test_what_goes_wrong_is_the_last_event(
     assert sent[-1]["more_body"] is False
     assert len(closed) == len(noted) == 1
     assert ("a reader's own mistake" in capsys.readouterr().err) == (cause == "mistake")
+
+
+def test_a_head_that_nobody_takes_ends_at_the_deadline() -> None:
+    """As on a connection whose last answer was never read: the request is aborted, and what it held is free."""
+    closed: list[Reply] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        reply = Reply(["r0"], 1, closed.append)
+        shape = ChatShape(None, top_logprobs=None, new_parser=None)
+        frames = Frames(AnswerHead("id", 1, "m", 1, 1, 1), shape)
+        end = asyncio.get_running_loop().time() + 0.05
+        stream = EventStream(reply, frames, [(0, SequenceDelta("r0", 0, "a", [1]))], end, lambda: None)
+        async with asyncio.timeout(20):
+            await stream({}, None, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert len(closed) == 1

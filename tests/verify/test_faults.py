@@ -47,7 +47,7 @@ ONE_RANK: dict[str, tuple[str, str, dict[str, Any]]] = {
     "frozen-input": ("graphs", DECODE, {"layer": LAYER}),
     "weak-reference": ("graphs", BROKEN, {"layer": LAYER}),
 }
-SEVERAL_RANKS = {"idle-counted", "idle-unplanned", "early-return"}
+SEVERAL_RANKS = {"idle-counted", "idle-unplanned", "stale-parcel", "early-return"}
 BY_REFERENCE = {"summed-twice"}
 
 
@@ -122,6 +122,21 @@ def test_faults_of_one_rank_among_several(
             assert any(all(getattr(p, key) == value for key, value in where.items()) for p in places), places
             assert {place.rank for place in places} == {1}
         assert found(ranks.front, "pads", led_by(0), None) == []
+
+
+@pytest.mark.skipif(not shm_supported(), reason="needs memfd and x86")
+@pytest.mark.parametrize("dispatch", ["gathered", "all_to_all"])
+def test_what_ranks_send_is_poisoned(
+    tiny: Callable[[str], str], ensembles: ModuleType, small: dict[str, Any], dispatch: str
+) -> None:
+    """The buffers of a dispatch lie outside of the workspace: a row too many of them is found, on its rank."""
+    options = {name: value for name, value in small.items() if name not in ("threads", "progress")}
+    options |= {"model": tiny("olmoe"), "dispatch": dispatch}
+    with ensembles.ensemble(Topology(2, 2, 2), program(), **options) as ranks:
+        injection = Injection(fault_named("stale-parcel"), 1, LAYER)
+        places = [finding.place for finding in found(ranks.front, "pads", led_by(1), injection)]
+        assert any((place.rank, place.layer) == (1, LAYER) for place in places), places
+        assert found(ranks.front, "pads", led_by(1), None) == []
 
 
 def test_the_command_fails_and_names_the_place(tiny: Callable[[str], str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError
+from ostinato.models.rope import RopeConfig
 from ostinato.parallel.shm import shm_supported
 from ostinato.parallel.topology import Topology
 from ostinato.verify.faults import Injection, fault_named
@@ -64,6 +66,11 @@ def test_what_cannot_be_compared_is_skipped_with_a_reason(
     engine.config = engine.config.replace(quantization="int8", kernels="numba")
     assert ask_transformers(engine, TEXTS, 64) == "int8 weights are not those that transformers would run"
     engine.config = engine.config.replace(quantization=None)
+    longrope = RopeConfig("longrope", 1e4, 64, 128, 32, {})
+    layers = (replace(engine.model_config.layers[0], rope=longrope),)
+    engine.model_config, plain = replace(engine.model_config, layers=layers), engine.model_config
+    assert "for contexts over 32" in str(ask_transformers(engine, TEXTS, 64))
+    engine.model_config = plain
     engine.directory = tmp_path
     assert "transformers cannot load it" in str(ask_transformers(engine, TEXTS, 64))
 

@@ -169,7 +169,7 @@ def _served(address: str) -> tuple[Any, Lists]:
 
 def _written(text: str) -> tuple[Any, Lists]:
     """Those of the last line, if it is an object, else of all of the text."""
-    lines = text.strip().splitlines()
+    lines = text.strip().split("\n")  # JSON may hold what `splitlines` takes for a line's end
     sizes, lists = _graphs(json.loads(lines[-1] if lines and lines[-1].startswith("{") else "\n".join(lines)))
     return sizes, lists or {}
 

@@ -11,7 +11,7 @@ replica only when its engine is loaded, so a copy that starts refuses nobody.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -34,6 +34,7 @@ _SCALING: Mapping[str, int] = {
 }
 """Options of the deployment, beside those of engine and server, and their defaults."""
 
+_SERVES_OWN = ("host", "port")
 _LOOK_S = 0.05
 
 
@@ -44,20 +45,32 @@ def app(options: Mapping[str, Any]) -> serve.Application:
     Ray adds another. upscale_delay, downscale_delay: seconds for which the load must ask for more, or for fewer.
     cpus: cores that Ray sets aside for a replica.
 
-    Raises ConfigError for an option that nobody knows, or for a value that cannot work.
+    The environment counts where this is called (OSTINATO_MODEL, OSTINATO_API_KEY); replicas, wherever they run, get
+    what came of it. Raises ConfigError for an option that nobody knows, or for a value that cannot work.
     """
-    scaling, engine, server = _split(options)
-    # Checked here, once, instead of in every replica.
-    EngineConfig.of(**engine)
-    ServerConfig.of(**server)
+    scaling, engine_options, server_options = _split(options)
+    engine, server = EngineConfig.of(**engine_options), ServerConfig.of(**server_options)
+    built: list[Service] = []  # in a replica's process: its one service
 
     def build() -> Any:
         """In the replica's process: nothing of it could travel there."""
-        return WhenReady(*build_app(EngineConfig.of(**engine), ServerConfig.of(**server)))
+        application, service = build_app(engine, server)
+        built.append(service)
+        return WhenReady(application, service)
+
+    class Replica:
+        """One copy of the server; requests go to the application that Serve mounts on it."""
+
+        def check_health(self) -> None:
+            """Asked by Serve, which replaces a replica whose engine was given up: it would refuse everything."""
+            for service in built:
+                if service.state == EngineState.DOWN.value:
+                    raise RuntimeError("the engine was given up; the replica's log tells why")
 
     deployment = serve.deployment(
         serve.ingress(build)(Replica),
         name="ostinato",
+        graceful_shutdown_timeout_s=server.shutdown_timeout,
         autoscaling_config={
             "min_replicas": scaling["min_replicas"],
             "max_replicas": scaling["max_replicas"],
@@ -70,10 +83,6 @@ def app(options: Mapping[str, Any]) -> serve.Application:
     )
     bound: serve.Application = deployment.bind()
     return bound
-
-
-class Replica:
-    """One copy of the server; requests go to the application that Serve mounts on it."""
 
 
 class WhenReady:
@@ -112,6 +121,10 @@ def _split(options: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any], 
     kinds = {spec.name: str(spec.type) for cls in (EngineConfig, ServerConfig) for spec in fields(cls)}
     engine_names = {spec.name for spec in fields(EngineConfig)}
     for name, value in options.items():
+        if name in _SERVES_OWN:
+            raise ConfigError(
+                f"{name} is Serve's: replicas have no socket of their own; give it to `serve start`"
+            )
         if name in scaling:
             scaling[name] = _number(name, value)
         elif name in engine_names:
@@ -132,6 +145,12 @@ def _typed(name: str, kind: str, value: Any) -> Any:
         return value
     if kind.startswith("int"):
         return _number(name, value)
+    if kind.startswith("float"):
+        return _number(name, value, float)
+    if kind.startswith("tuple[str"):
+        return tuple(value.split(","))
+    if kind.startswith("tuple[int"):
+        return tuple(_number(name, part) for part in value.split(","))
     if kind == "bool":
         if value.lower() not in ("true", "false"):
             raise ConfigError(f"{name} must be true or false, got {value!r}")
@@ -139,8 +158,9 @@ def _typed(name: str, kind: str, value: Any) -> Any:
     return value
 
 
-def _number(name: str, value: Any) -> int:
+def _number(name: str, value: Any, kind: Callable[[Any], Any] = int) -> Any:
     try:
-        return int(value)
+        return kind(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} must be a whole number, got {value!r}") from error
+        wanted = "whole number" if kind is int else "number"
+        raise ConfigError(f"{name} must be a {wanted}, got {value!r}") from error

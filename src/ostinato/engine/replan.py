@@ -53,10 +53,14 @@ class Replanner:
 
     def note(self, shape: StepShape, rules: ShapeRules) -> None:
         """A step is about to run, on all ranks that run it together."""
-        extends, size = shape.mode.is_extend, max(shape.num_tokens)
-        if size:
-            per_row = 1 if extends else rules.tokens_per_request
-            self._seen[extends][_coarse(-(-size // per_row), extends)] += 1
+        extends, refused = shape.mode.is_extend, bool(shape.eager_reason)
+        per_row = 1 if extends else rules.tokens_per_request
+        # A step that ran eagerly tells how wide each rank was, exactly: it may be that of any of them, by a row, which
+        # is too little for a bucket. Of others the widest says what the step was padded to.
+        for size in {*shape.num_tokens} if refused else {max(shape.num_tokens)}:
+            if size:
+                rows = -(-size // per_row)
+                self._seen[extends][rows if refused else _coarse(rows, extends)] += 1
         if not shape.eager_reason:
             self._met[extends].add(shape.key.size)
         self._steps += 1
@@ -89,7 +93,7 @@ class Replanner:
         cost = found.cost - (
             self.costs.graph if buckets.largest not in {*met, *used(found.sizes, seen)} else 0.0
         )
-        if cost > CLEARLY * now.cost:
+        if cost >= now.cost or cost > CLEARLY * now.cost:
             return buckets
         self._met[extends] &= set(found.sizes)
         return Buckets(found.sizes)
@@ -103,7 +107,11 @@ def buckets_as_dict(rules: ShapeRules, replanner: Replanner | None) -> dict[str,
 
 
 def _coarse(size: int, extends: bool) -> int:
-    """Few different sizes, so that a plan takes milliseconds: prefills count by 16 rows, long ones by 64."""
+    """Few different sizes, so that a plan takes milliseconds: prefills count by 16 rows, long ones by 64, and those of
+    few rows each, to which another bucket may be too wide.
+    """
     if not extends:
         return size if size <= 64 else align_up(size, 8)
+    if size <= 32:
+        return size
     return align_up(size, 16 if size <= 512 else 64)

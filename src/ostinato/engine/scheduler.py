@@ -224,7 +224,8 @@ class Scheduler:
     def _let_pass(self, budget: StepBudget, started: list[Sequence]) -> list[ScheduledSequence]:
         """Short prompts before a long one: those that fit whole in half of this step's chunk, in the queue's order.
 
-        So a first token never waits for another's long prompt; that one keeps the other half, so it never starves.
+        So a first token never waits for another's long prompt; that one keeps the other half, and until it has begun a
+        slot and its KV, so it never starves.
         """
         chunk = budget.chunk_tokens
         first = self.chunked or (self.waiting[0] if self.waiting else None)
@@ -238,6 +239,8 @@ class Scheduler:
             tokens = align_up(sequence.num_tokens, self._page)  # at most: no cached prefix is looked up here
             if tokens > left or self._held_back(sequence, started):
                 continue
+            if first is not self.chunked and not self._leaves_room(sequence, first, started):
+                break
             verdict, row = self._try(sequence, budget, started)
             self.counts[f"admission_{verdict.value}"] += 1
             if row is None:
@@ -247,6 +250,13 @@ class Scheduler:
             started.append(sequence)
         return rows
 
+    def _leaves_room(self, sequence: Sequence, first: Sequence, started: list[Sequence]) -> bool:
+        """Whether `first` could begin beside `sequence`, if that one began before it."""
+        if min(self.options.max_running_requests - len(self.running), self.kv.pool.free_rows) < 2:
+            return False
+        beside = reserved_tokens(sequence.num_tokens, sequence.remaining_new, self._page)
+        return self._passes(first, first.num_tokens, started, beside)
+
     def _held_back(self, sequence: Sequence, started: list[Sequence]) -> bool:
         """A sibling waits until its leader's prompt is in the prefix tree, instead of computing it twice."""
         leader = sequence.leader
@@ -254,14 +264,15 @@ class Scheduler:
             return False
         return leader.num_computed < leader.prompt_len or leader in started
 
-    def _passes(self, sequence: Sequence, extend: int, started: list[Sequence]) -> bool:
-        """The KV gate. The growth of sequences that started in this very step counts in full."""
+    def _passes(self, sequence: Sequence, extend: int, started: list[Sequence], beside: int = 0) -> bool:
+        """The KV gate, with `beside` tokens for another. Growth of what started in this very step counts in full."""
+        available = self.kv.available_tokens - beside
         live = [*self.running, *([self.chunked] if self.chunked else [])]
         if sequence.request.params.ignore_eos:
-            return fits_by_simulation(self.kv.available_tokens - self._page, extend, sequence, live)
+            return fits_by_simulation(available - self._page, extend, sequence, live)
         offset = expected_growth([s for s in live if s not in started], self.ratio.value)
         offset += expected_growth(started, 1.0)
-        return reserved_tokens(extend, sequence.remaining_new, self._page) < self.kv.available_tokens - offset
+        return reserved_tokens(extend, sequence.remaining_new, self._page) < available - offset
 
     def _try(
         self, sequence: Sequence, budget: StepBudget, started: list[Sequence]

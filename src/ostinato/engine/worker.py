@@ -230,7 +230,7 @@ class Worker:
         goes_on = goes_on and held is not None and shape.key == held.key
         self._held, self._held_shape = (), None
         checked = self.checks.on and self.checks.due(self.decode if decodes else self.prefill, shape)
-        logits = self.decode.advance() if goes_on else None
+        logits = self.decode.advance(shape) if goes_on else None
         if logits is None or checked:
             # Beside ranks that prefill, decode rows run as extends of one; the plan keeps the mode it was made with.
             batch = self._batch(msgspec.structs.replace(plan, mode=shape.mode))

@@ -9,7 +9,8 @@ the rows past them are zeroed here; every tensor that an op was given stays aliv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,18 +26,33 @@ T = TypeVar("T")
 class LiveStep:
     """The step that runs now, for what runs outside graphs. Written by the `GraphRunner` at each fill.
 
-    view: the step's view with all row fields narrowed to the `rows` real ones of `padded`.
+    view: the step's view with all row fields narrowed to the `rows` real ones of `padded`. rehearse: that of the
+    runner, for warm-ups that a capture makes within a step.
     """
 
-    __slots__ = ("padded", "rows", "view")
+    __slots__ = ("padded", "rehearse", "rows", "view")
 
     def __init__(self) -> None:
         self.rows = self.padded = 0
         self.view: Any = None
+        self.rehearse: Callable[[bool], None] | None = None
 
     def begin(self, view: Any, rows: int, padded: int) -> None:
         """A step of `rows` real rows in `padded` begins."""
         self.view, self.rows, self.padded = view, rows, padded
+
+
+@contextmanager
+def rehearsal(rehearse: Callable[[bool], None] | None) -> Iterator[None]:
+    """What runs within is no step; `rehearse` is told so."""
+    if rehearse is None:
+        yield
+        return
+    rehearse(True)
+    try:
+        yield
+    finally:
+        rehearse(False)
 
 
 class NarrowingStream(EagerStream):
@@ -173,10 +189,7 @@ class BreakableBackend:
 
         Segments are run as soon as they are captured, so the ops see true values, and the capture computes the step.
         """
-        narrowing = NarrowingStream(self.live)
-        if not self.inner.runs_while_capturing:  # then a capture on first use needs them too
-            warmup = max(warmup, self.inner.warmup)
-        self.inner.warm_up(lambda: fn(narrowing), warmup)
+        self._warm_up(fn, warmup)
         stream = _BreakingStream(self.inner, self.live, self._barrier)
         try:
             outputs = fn(stream)
@@ -185,6 +198,17 @@ class BreakableBackend:
             raise
         stream.end_segment()
         return BreakableGraph(outputs, stream.parts)
+
+    def _warm_up(self, fn: Callable[..., T], times: int) -> None:
+        narrowing, needed = NarrowingStream(self.live), self.inner.warmup
+        if times or self.inner.runs_while_capturing:
+            self.inner.warm_up(
+                lambda: fn(narrowing), times if self.inner.runs_while_capturing else max(times, needed)
+            )
+            return
+        # On first use a capture computes a step, which counts: not so the warm-ups that it needs even then.
+        with rehearsal(self.live.rehearse):
+            self.inner.warm_up(lambda: fn(narrowing), needed)
 
 
 class _BreakingStream:

@@ -70,6 +70,14 @@ class CudaGraphBackend:
         self._after_warmup = after_warmup
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._anchor = self._hold_pool()
+
+    def _hold_pool(self) -> torch.cuda.CUDAGraph:
+        """A graph that lives as long as the backend: torch refuses to capture into a pool whose last graph is gone."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            torch.zeros(1, device=self.device)
+        return graph
 
     def capture(self, fn: Callable[[Stream], T], warmup: int = 2) -> CudaGraph[T]:
         """Call `fn` `warmup` times on the side stream, then capture it there. The capture computes nothing.
@@ -81,7 +89,8 @@ class CudaGraphBackend:
         stream = _CapturingStream()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.device(self.device), torch.no_grad(), _frozen_gc():
+        # The current stream is entered anew: a capture that fails leaves its own entered.
+        with torch.cuda.device(self.device), torch.cuda.stream(current), torch.no_grad(), _frozen_gc():
             with torch.cuda.stream(self._stream):
                 for _ in range(warmup):
                     self._meet()

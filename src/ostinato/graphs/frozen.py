@@ -65,6 +65,13 @@ class FrozenInputs:
                     "this step's memory; register a slot for it"
                 )
             self._buffers[name] = None
+        elif isinstance(value, (tuple, list)):
+            if any(isinstance(part, torch.Tensor) for part in value):
+                raise CaptureError(
+                    f"field {name!r} was read while capturing and holds tensors of this one step; register a slot for "
+                    "each"
+                )
+            self._values[name] = _of_key(value)
         elif isinstance(value, _PLAIN):
             self._values[name] = _of_key(value)
 
@@ -95,7 +102,11 @@ class FrozenInputs:
 
 
 def _of_key(value: Any) -> Any:
-    """Modes that share a graph key count as one: the key tells extend from decode already."""
+    """Modes that share a graph key count as one: the key tells extend from decode already. Lists are copied: who holds
+    one may change it.
+    """
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_of_key, value))
     return value.is_extend if isinstance(value, StepMode) else value
 
 

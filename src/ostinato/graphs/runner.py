@@ -18,7 +18,7 @@ import torch
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends import Backend, CapturedGraph
-from ostinato.graphs.breakable import LiveStep, NarrowingStream
+from ostinato.graphs.breakable import LiveStep, NarrowingStream, rehearsal
 from ostinato.graphs.frozen import FrozenInputs
 from ostinato.graphs.registry import GraphBufferRegistry
 from ostinato.graphs.slots import FillContext
@@ -89,6 +89,8 @@ class GraphRunner(Generic[B, T]):
         self._warmup = backend.warmup if warmup is None else warmup
         self._live = live
         self._rehearse = rehearse
+        if live is not None:
+            live.rehearse = rehearse
         self._eager = EagerStream() if live is None else NarrowingStream(live)
         self._entries: dict[GraphKey, _Entry[T]] = {}
         self._advances: dict[GraphKey, CapturedGraph[None]] = {}
@@ -177,8 +179,9 @@ class GraphRunner(Generic[B, T]):
         self._quarantined.add(key)
         self.stats.count_quarantine(key)
 
-    def advance(self) -> T | None:
-        """Serve the step after the last one: the same requests, each one position further.
+    def advance(self, shape: StepShape | None = None) -> T | None:
+        """Serve the step after the last one: the same requests, each one position further. `shape`: its own, where
+        other ranks may have other rows than in the last one; of the same key.
 
         The caller vouches for that, and that whatever `prepare` plans is advanced too. None when the buffers hold
         another step, or there is no graph: then `run` serves it.
@@ -186,6 +189,9 @@ class GraphRunner(Generic[B, T]):
         served = self._served
         if served is None or served.writes != self.registry.writes or not self.registry.can_advance:
             return None
+        if shape is not None and shape.num_tokens != served.shape.num_tokens:
+            self._count_advances()
+            served.shape = shape
         key = served.shape.key
         start = perf_counter()
         graph = self._advances.get(key)
@@ -253,23 +259,12 @@ class GraphRunner(Generic[B, T]):
         verdict: Hashable = self.registry.verdict(ctx)
         frozen = FrozenInputs(verdict)
         watched = frozen.watch(view, self.registry.has_slot)
-        with self._rehearsal(warmup):
+        with rehearsal(self._rehearse if warmup else None):
             graph = self.backend.capture(lambda stream: self._fn(watched, stream), warmup)
         frozen.seal()
         self._entries[shape.key] = _Entry(graph, frozen)
         self.stats.count_capture(shape.key)
         return view
-
-    @contextmanager
-    def _rehearsal(self, warmup: int) -> Iterator[None]:
-        if not warmup or self._rehearse is None:
-            yield
-            return
-        self._rehearse(True)
-        try:
-            yield
-        finally:
-            self._rehearse(False)
 
     def _fill(self, shape: StepShape, batch: B, ctx: FillContext) -> B:
         self.registry.fill_from(batch, ctx)

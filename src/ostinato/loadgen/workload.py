@@ -103,7 +103,13 @@ def read_jobs(path: Path, count: int | None, *, extra: Mapping[str, Any] | None 
     that name. Raises ConfigError naming the line.
     """
     jobs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}; convert it") from None
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # JSON may hold what `splitlines` takes for a line's end
         if not line.strip():
             continue
         try:

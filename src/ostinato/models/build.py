@@ -169,8 +169,9 @@ class _Builder:
         if self.columns is not None:
             # Columns, not rows: what each rank looks up is put side by side, and no rank has to know whose an id is.
             embedding = table.cut(Cut(((0, shape[0]),), self.share.span("hidden", shape[1]))).read()
+            embedding = embedding.to(self.workspace.device)
             return embedding, self._head(self._stored(f"{names.head}.weight", *shape) if own_head else table)
-        embedding = table.read()
+        embedding = table.read().to(self.workspace.device)
         return embedding, self._head(self._stored(f"{names.head}.weight", *shape) if own_head else embedding)
 
     def _head(self, weight: StoredWeight | torch.Tensor) -> PackedLinear:

@@ -18,7 +18,7 @@ import torch
 
 from ostinato.errors import ModelError
 from ostinato.models.families import Family, find_family
-from ostinato.models.layers import LayerSpec, layer_specs
+from ostinato.models.layers import LayerSpec, layer_specs, tunes_temperature
 from ostinato.models.raw import RawConfig
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -134,7 +134,7 @@ def parse_config(
     if num_heads % num_kv_heads:
         raise text.error(f"{num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     temperature = None
-    if text.flag("attn_temperature_tuning"):
+    if tunes_temperature(text):
         temperature = (text.positive("floor_scale"), text.number("attn_scale"))
     clip = text.get("clip_qkv")
     return ModelConfig(

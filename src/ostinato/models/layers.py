@@ -48,7 +48,7 @@ def layer_specs(family: Family, raw: RawConfig) -> tuple[LayerSpec, ...]:
     ):
         if kind in kinds and size is None:
             raise raw.error(f"layer_types asks for {kind}, but {key} is not set; correct one of them")
-    tuned = raw.flag("attn_temperature_tuning")
+    tuned = tunes_temperature(raw)
     # Widths of dense layers are read only where there are dense layers: some configs leave them out.
     dense_width = 0 if all(sparse) else raw.size(family.dense_width)
     return tuple(
@@ -62,6 +62,11 @@ def layer_specs(family: Family, raw: RawConfig) -> tuple[LayerSpec, ...]:
         )
         for i in range(count)
     )
+
+
+def tunes_temperature(raw: RawConfig) -> bool:
+    """Whether queries without rope are scaled by their position: a flag that transformers 4.51 wrote as a number."""
+    return raw.flag("attn_temperature_tuning", or_count=True)
 
 
 def _rope_layers(family: Family, raw: RawConfig, count: int) -> list[bool]:

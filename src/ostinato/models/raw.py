@@ -68,12 +68,16 @@ class RawConfig:
             raise self.error(f"{key} must be above 0, got {value:g}; correct it")
         return value
 
-    def flag(self, key: bool | str, *, default: bool = False) -> bool:
-        """A boolean; a constant instead of a key stands for itself."""
+    def flag(self, key: bool | str, *, default: bool = False, or_count: bool = False) -> bool:
+        """A boolean; a constant instead of a key stands for itself. `or_count`: an integer stands for whether it is
+        not zero.
+        """
         if isinstance(key, bool):
             return key
         value = self.get(key, default)
         value = default if value is None else value
+        if or_count and isinstance(value, int):
+            value = value != 0
         if not isinstance(value, bool):
             raise self.error(f"{key} must be true or false, got {value!r}; correct it")
         return value

@@ -95,17 +95,20 @@ def _linear(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended.
+
+    With equal factors, as Llama 4 Scout has them, nothing lies between.
+    """
     inv_freq, _ = _default(rope, num_positions)
     factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    if high <= low:
+    if high < low:
         raise ModelError(
-            f"rope type 'llama3' needs a high_freq_factor above its low_freq_factor {low:g}, got {high:g}; "
+            f"rope type 'llama3' needs a high_freq_factor of its low_freq_factor {low:g} or more, got {high:g}; "
             "correct config.json"
         )
     context = rope.original_max_positions
     wavelength = 2 * math.pi / inv_freq
-    smooth = (context / wavelength - low) / (high - low)
+    smooth = (context / wavelength - low) / ((high - low) or 1.0)
     blended = (1 - smooth) * inv_freq / factor + smooth * inv_freq
     stretched = torch.where(wavelength > context / low, inv_freq / factor, blended)
     return torch.where(wavelength < context / high, inv_freq, stretched), 1.0

@@ -14,11 +14,16 @@ from ostinato.text.tool_calls import Item, ToolCall, ToolCallParser
 
 
 class AssistantMessage:
-    """Reads one choice. Without `splitter` all is content or calls; without `tools` there are no calls."""
+    """Reads one choice. Without `splitter` all is content or calls; without `tools` there are no calls. With `one_call`
+    those behind the first are left out.
+    """
 
-    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolCallParser | None) -> None:
+    def __init__(
+        self, splitter: ReasoningSplitter | None, tools: ToolCallParser | None, *, one_call: bool = False
+    ) -> None:
         self._splitter = splitter
         self._tools = tools
+        self._one_call = one_call
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -57,6 +62,8 @@ class AssistantMessage:
         deltas: list[dict[str, Any]] = []
         for item in items:
             if isinstance(item, ToolCall):
+                if self._one_call and self._calls:
+                    continue
                 call = {
                     "id": f"call_{uuid.uuid4().hex[:24]}",
                     "type": "function",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 60.0
@@ -23,6 +23,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None  # the request that is being answered
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,6 +31,11 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = (
+                True  # uvicorn tells the latest request alone, which may wait behind this one
+            )
+            self._answered.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -48,6 +54,17 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._answered = self.cycle
+        elif len(self.pipeline) == 1:
+            self.flow.resume_reading()  # else nobody would see that the client has gone
+        # A client with two requests in line is not read until the first is answered.
+
+    def on_response_complete(self) -> None:
+        following = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+        if following is not None:
+            self._answered = following
 
     def _start_timer(self) -> None:
         if self._head_timer is None:

@@ -26,13 +26,16 @@ from ostinato.text.tool_calls import ToolCallParser, forced_grammar, format_of, 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How one answer is asked for and read. `special_tokens`: their text must be seen to read it."""
+    """How one answer is asked for and read. `special_tokens`: their text must be seen to read it. `one_call`: at most
+    one tool call is wanted.
+    """
 
     tools: list[dict[str, Any]] | None
     outputs: StructuredOutputs | None
     tool_format: str | None
     reasoning: bool
     special_tokens: bool
+    one_call: bool = False
 
     def parser(self, *, thinking: bool) -> Callable[[], MessageParser] | None:
         """Makes a reader of each choice; None when the text is the content. `thinking`: the prompt has opened it."""
@@ -42,7 +45,7 @@ class AnswerForm:
         def make() -> MessageParser:
             splitter = ReasoningSplitter(inside=thinking) if self.reasoning and self.outputs is None else None
             tools: ToolCallParser | None = None if self.tool_format is None else new_parser(self.tool_format)
-            return AssistantMessage(splitter, tools)
+            return AssistantMessage(splitter, tools, one_call=self.one_call)
 
         return make
 
@@ -88,7 +91,9 @@ class AnswerForms:
                 "tools", "tools exclude structured outputs; set tool_choice to 'none' or remove one"
             )
         seen = any(mark in self._special for mark in ("<tool_call>", "[TOOL_CALLS]"))
-        return AnswerForm(tools, outputs, self.tool_format, self.reasoning, seen)
+        return AnswerForm(
+            tools, outputs, self.tool_format, self.reasoning, seen, one_call=body.parallel_tool_calls is False
+        )
 
     def _forced(self, body: ChatCompletionRequest, choice: str | NamedToolChoice) -> StructuredOutputs:
         functions = [tool.function for tool in body.tools or ()]

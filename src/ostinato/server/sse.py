@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -40,14 +41,17 @@ class EventStream(Response):
         self._first = first
         self._deadline = deadline
         self._on_end = on_end
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
-        await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
         try:
             async with asyncio.timeout_at(self._deadline):
+                # Sent within the deadline: a connection whose last answer nobody reads does not take it.
+                await send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+                self._started = True
                 await self._run(write)
         except ClientGoneError:
             pass
@@ -80,11 +84,10 @@ class EventStream(Response):
     async def _fail(self, write: Callable[..., Any], problem: ApiError) -> None:
         """Tell the client, if it reads; one that does not gets its connection closed when it drains or gives up."""
         self._reply.close()
-        try:
-            async with asyncio.timeout(5.0):
-                await write(error_frame(problem), more=False)
-        except TimeoutError:
-            raise ClientGoneError from None
+        if self._started:
+            with suppress(TimeoutError, ClientGoneError):
+                async with asyncio.timeout(5.0):
+                    await write(error_frame(problem), more=False)
 
 
 def timed_out() -> ApiError:

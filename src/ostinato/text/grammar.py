@@ -166,7 +166,7 @@ class Grammars:
         self._ends = sorted(token for token in end_token_ids if token < vocab_size)
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._known: OrderedDict[StructuredOutputs, Grammar] = OrderedDict()
+        self._known: OrderedDict[StructuredOutputs, Grammar | str] = OrderedDict()  # str: why there is none
 
     def known(self, outputs: StructuredOutputs) -> bool:
         """Whether `compile` would return at once."""
@@ -179,14 +179,18 @@ class Grammars:
             found = self._known.get(outputs)
             if found is not None:
                 self._known.move_to_end(outputs)
-                return found
+                return _made(found)
             vocabulary = self._open()
-        grammar = self._build(outputs, vocabulary)
+        made: Grammar | str
+        try:
+            made = self._build(outputs, vocabulary)
+        except RequestError as error:
+            made = str(error)  # kept as well: to find out again may take as long
         with self._lock:
-            self._known[outputs] = grammar
+            self._known[outputs] = made
             while len(self._known) > _KEPT:
                 self._known.popitem(last=False)
-        return grammar
+        return _made(made)
 
     def _open(self) -> LLTokenizer:
         """The vocabulary as llguidance reads it: made once, since that takes a while."""
@@ -221,6 +225,12 @@ class Grammars:
                 reason = _reason(one, dead_end="no text has this form")
                 raise RequestError(f"structured_outputs.{outputs.kind} cannot be compiled: {reason}")
         return Grammar(matcher, self._vocab_size)
+
+
+def _made(found: Grammar | str) -> Grammar:
+    if isinstance(found, str):
+        raise RequestError(found)
+    return found
 
 
 def _source(outputs: StructuredOutputs) -> str:

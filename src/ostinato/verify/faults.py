@@ -15,10 +15,10 @@ import torch
 
 from ostinato.engine.batch import ForwardBatch
 from ostinato.errors import ConfigError
-from ostinato.graphs.breakable import BreakableGraph, EagerCall
 from ostinato.graphs.slots import FillContext
 from ostinato.graphs.stream import Stream
 from ostinato.padding import StepMode
+from ostinato.verify.graph_faults import early_return, frozen_input, stale_parcel, weak_reference
 from ostinato.verify.seam import Seam
 
 
@@ -288,54 +288,6 @@ def _host_value(seam: Seam, layer: int) -> None:
     seam.attention(layer, behind)
 
 
-# ---- graphs ----
-
-
-def _weak_reference(seam: Seam, layer: int) -> None:
-    """What runs between the segments of a graph holds no memory: the allocator gave it to somebody else."""
-
-    def capture(right: Callable[..., Any], *args: Any) -> Any:
-        graph = right(*args)
-        if isinstance(graph, BreakableGraph):
-            for part in graph.parts:
-                attends = isinstance(part, EagerCall) and getattr(part.op, "__self__", None)
-                if attends and isinstance(part, EagerCall) and attends.layer.layer_id == layer:
-                    object.__setattr__(part, "outputs", tuple(t.clone() for t in part.outputs))
-        return graph
-
-    for name, runner in seam.stage.runners.items():
-        if name == "prefill-breakable":
-            seam.around(runner.backend, "capture", capture)
-
-
-def _frozen_input(seam: Seam, layer: int) -> None:
-    """A traced pad of the hidden size made a copy: a replay reads the rows of the capture."""
-
-    def behind(stream: Stream, x: torch.Tensor, live: torch.Tensor | None, out: torch.Tensor) -> None:
-        held: list[torch.Tensor] = []
-
-        def read(rows: torch.Tensor) -> None:
-            if not held:
-                held.append(rows.clone())
-            rows.copy_(held[0])
-
-        if stream.capturing:
-            stream.launch(read, out)
-
-    seam.feed_forward(layer, behind)
-
-
-def _early_return(seam: Seam, layer: int) -> None:
-    """A rank without rows returns at once; the others wait for it within the step."""
-
-    def run(right: Callable[..., Any], shape: Any, batch: Any, **more: Any) -> Any:
-        if shape.raw_num_tokens:
-            return right(shape, batch, **more)
-        return torch.zeros(0, seam.stage.worker.model.config.vocab_size)
-
-    seam.around(seam.stage.worker.decode, "run", run)
-
-
 FAULTS: tuple[Fault, ...] = (
     Fault("raw-count", "F2 F17", "the count of real rows is localised by the raw width", _raw_count),
     Fault("frozen-count", "F9 F15", "the count of real rows is the one of the first step", _frozen_count),
@@ -359,11 +311,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault("mates-matter", "F40", "a row depends on the one before it", _mates_matter),
     Fault("summed-twice", "F30", "a layer's result is added up twice", _twice),
     Fault("host-value", "F13", "a host number in a launch is that of the capture", _host_value),
-    Fault("frozen-input", "F7", "a replay reads rows of the capture", _frozen_input),
-    Fault("weak-reference", "F11", "what runs between segments holds no memory", _weak_reference),
+    Fault("frozen-input", "F7", "a replay reads rows of the capture", frozen_input),
+    Fault("weak-reference", "F11", "what runs between segments holds no memory", weak_reference),
     Fault("idle-counted", "F25", "a rank without rows counts its pads as real", _idle_counted, "groups"),
     Fault("idle-unplanned", "F29", "a rank without rows runs with its last plan", _idle_unplanned, "groups"),
-    Fault("early-return", "F26", "a rank without rows does not join the step", _early_return, "groups"),
+    Fault("stale-parcel", "F24", "a rank takes a row that no rank has sent it", stale_parcel, "groups"),
+    Fault("early-return", "F26", "a rank without rows does not join the step", early_return, "groups"),
 )
 
 

@@ -78,6 +78,9 @@ def ask_transformers(engine: Engine, texts: Sequence[str], longest: int) -> list
         import transformers
     except ImportError:
         return "transformers is not installed"
+    beyond = _beyond_longrope(engine)
+    if beyond:
+        return beyond
     needed = sum(file.stat().st_size for file in engine.directory.glob("*.safetensors")) * 2
     if needed > _free_memory():
         return f"transformers would need {needed >> 20} MiB for it in fp32, and there are {_free_memory() >> 20} MiB"
@@ -99,6 +102,19 @@ def ask_transformers(engine: Engine, texts: Sequence[str], longest: int) -> list
     del model
     gc.collect()
     return prompts or "no prompt has a token"
+
+
+def _beyond_longrope(engine: Engine) -> str:
+    """Why rotations differ on purpose: ours are one set for a deployment, those of transformers go by the prompt."""
+    context = engine.worker.options.context_length
+    for layer in engine.model_config.layers:
+        rope = layer.rope
+        if rope is not None and rope.rope_type == "longrope" and context > rope.original_max_positions:
+            return (
+                f"its rope type 'longrope' has one set of factors for contexts over {rope.original_max_positions}, "
+                f"which context_length {context} asks for, and transformers takes the other one for short prompts"
+            )
+    return ""
 
 
 def _load(transformers: Any, directory: Path) -> Any:

@@ -19,10 +19,14 @@ import torch
 from ostinato.engine.batch import ForwardBatch
 from ostinato.engine.engine import Engine
 from ostinato.engine.prefill_graph import PrefillGraph
+from ostinato.engine.worker import Worker
 from ostinato.graphs.audit import Poison, poison_registry, poison_workspace
 from ostinato.graphs.runner import GraphRunner
 from ostinato.graphs.slots import FillContext
 from ostinato.graphs.stream import EagerStream
+from ostinato.moe.all_to_all import AllToAllDispatcher
+from ostinato.moe.gathered import GatheredDispatcher
+from ostinato.moe.layer import MoELayer
 from ostinato.moe.pairs import PairBuffers
 from ostinato.padding import StepMode, StepShape
 from ostinato.verify.cells import CellId
@@ -71,9 +75,9 @@ class Stage:
         self.requests = Requests(self.pool, allocator, sizes, seed, topology.attn_dp_rank)
         self.kv = LiveKV(self.pool, self.requests.pages)
         self.runners = self._runners()
+        self._parcels = parcels(worker)
         self._captured: set[tuple[str, int]] = set()
         self._taps: Taps | None = None
-        self._layers = worker.model.layers
         self.cache_contexts()
 
     def cache_contexts(self) -> None:
@@ -212,7 +216,7 @@ class Stage:
         if not counts[self.group]:
             self.worker.decode.run(shape, before.batch)
             return None
-        outputs = self.worker.decode.advance()
+        outputs = self.worker.decode.advance(shape)
         return None if outputs is None else self._played(outputs, before.batch, shape)
 
     def _played(self, outputs: torch.Tensor, batch: ForwardBatch, shape: StepShape) -> Played:
@@ -285,19 +289,10 @@ class Stage:
                 poison_registry(runner.registry, poison, only=only)
             if only in (None, "workspace"):
                 poison_workspace(self.worker.model.workspace, poison)
-                for buffers in self._parcels():
+                for buffers in self._parcels:
                     _spoil_parcels(buffers, poison)
 
         return spoil
-
-    def _parcels(self) -> list[PairBuffers]:
-        """What dispatchers send and receive in, each once."""
-        found = {}
-        for layer in self._layers:
-            buffers = getattr(getattr(layer.ffn, "dispatcher", None), "buffers", None)
-            if isinstance(buffers, PairBuffers):
-                found[id(buffers)] = buffers
-        return list(found.values())
 
     @contextmanager
     def tapped(self, rows: int) -> Iterator[None]:
@@ -323,8 +318,18 @@ class Stage:
             self._taps = None
 
 
+def parcels(worker: Worker) -> list[PairBuffers]:
+    """What dispatchers send and receive in, each once."""
+    found = {}
+    for layer in worker.model.layers:
+        dispatcher = layer.ffn.dispatcher if isinstance(layer.ffn, MoELayer) else None
+        if isinstance(dispatcher, GatheredDispatcher | AllToAllDispatcher):
+            found[id(dispatcher.home.buffers)] = dispatcher.home.buffers
+    return list(found.values())
+
+
 def _spoil_parcels(buffers: PairBuffers, poison: Poison) -> None:
-    for tensor in (buffers.results, buffers.home):
+    for tensor in (buffers.results, buffers.home, buffers.staged):
         poison.into(tensor)
     for parcel in (buffers.send, buffers.gathered, buffers.pairs):
         poison.into(parcel.x)

@@ -179,7 +179,10 @@ def library_linear(
     """`OpSet.linear` by torch.matmul: the fastest product of the library, whose order of summation is its own."""
     assert isinstance(weight, TritonLinear)
     dtype = torch.promote_types(weight.weight.dtype, out.dtype)
-    product = torch.matmul(x.to(dtype), weight.weight.to(dtype).t())
+    if x.is_cuda and dtype != weight.weight.dtype:  # without a copy of the weights in the wider dtype
+        product = torch.mm(x.to(weight.weight.dtype), weight.weight.t(), out_dtype=dtype)
+    else:
+        product = torch.matmul(x.to(dtype), weight.weight.to(dtype).t())
     if weight.bias is not None:
         product = product + weight.bias
     if weight.gated:

@@ -1,8 +1,9 @@
 """How Triton kernels of this op set are launched: their grid, their options, and the live count as an argument.
 
-Every launch is made without fused multiply-adds beyond those of a product of tiles: the same source then rounds alike
-in every kernel, which bit-exact twins rest on. Knows nothing of what is computed. Invariant: a count of rows is read
-from device memory by the kernel, never here, so a captured launch follows it.
+Every launch is made without fused multiply-adds beyond those of a product of tiles, and with divisions and roots that
+keep subnormals: the same source then rounds alike in every kernel, which bit-exact twins rest on. Knows nothing of what
+is computed. Invariant: a count of rows is read from device memory by the kernel, never here, so a captured launch
+follows it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def power_of_two(x: int, least: int = 1) -> int:
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constants: Any) -> None:
     """Launch over `grid`, which must not be empty in any dimension: callers leave out what has no rows."""
     with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of NaN and infinity
-        kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        kernel[grid](
+            *args, **constants, num_warps=num_warps, enable_fp_fusion=False, enable_reflect_ftz=False
+        )
 
 
 def count_argument(live: torch.Tensor | None, beside: torch.Tensor) -> torch.Tensor:
