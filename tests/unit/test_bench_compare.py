@@ -157,12 +157,15 @@ def test_table_and_plot(bench: Any, record: dict[str, Any], tmp_path: Path) -> N
     ElementTree.fromstring((tmp_path / "compare.svg").read_text())
 
 
-def test_races_with_a_rule_about_memory_or_other_peers_stand_beside_each_other(
+def test_races_on_other_machines_with_other_rules_or_peers_stand_beside_each_other(
     bench: Any, record: dict[str, Any], tmp_path: Path
 ) -> None:
     report = bench("report")
     own, mode, *_ = record["contestants"]
+    record["machine"]["family_model_stepping"] = ["25", "17", "1"]
     for other in (
+        record | {"machine": record["machine"] | {"family_model_stepping": ["26", "2", "1"]}},
+        record | {"machine": record["machine"] | {"family_model_stepping": [None, None, None]}},
         record,
         record | {"memory_from": 60.0},
         record | {"contestants": [own, mode | {"peer": "llamacpp"}]},
@@ -175,10 +178,12 @@ def test_races_with_a_rule_about_memory_or_other_peers_stand_beside_each_other(
     plain = "## tiny, bf16, beside transformers"
     assert sorted(titles) == sorted(
         [
-            f"{plain}, memory at 60 GB/s or more",
             plain,
-            "## tiny, bf16, beside llama.cpp",
-            "## tiny, bf16, avx2 alone, beside transformers",
+            f"{plain}, family 26 model 2",
+            f"{plain}, family 25 model 17",
+            f"{plain}, memory at 60 GB/s or more, family 25 model 17",
+            "## tiny, bf16, beside llama.cpp, family 25 model 17",
+            "## tiny, bf16, avx2 alone, beside transformers, family 25 model 17",
         ]
     )
 
