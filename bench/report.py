@@ -184,13 +184,14 @@ _INTRODUCTION = """Written by `python bench/compare.py`. Tokens a second, median
 ostinato to a peer (the best of its modes) within a turn: median (least–most). A turn counts when nobody else used the
 machine during it; two clock ticks while the ceilings were measured are no use (until 2026-12-01 01:30 they discarded
 a turn: seven of the race from 40 GB/s on, which were judged anew). Steps, and a prompt, before the timed ones warm up
-(races before 2026-11-30 11:04 timed the first prompt too). The share of the limit is of the least time that reading the weights and the KV cache once, or the
-multiply-adds, could take by bandwidth and peak, the better of what was measured before and after the turn: of plain
-bf16 weights (which lossless coding may pass), and of the bytes that ostinato's weights take in memory. The bandwidth is
-that of the faster of two ways to read (until 2026-11-30 21:45 of one, which asks ahead; up to 8 % less). A prefill's
-last layer counts for the row whose logits are wanted (since 2026-11-30 19:00; ostinato computed, and the limit counted,
-all rows before). That bandwidth is beside them, least–most: memory has more than one state, and peers that multiply
-slowly lose less in the slow one. ostinato runs through its scheduler and sampler, llama.cpp and transformers as bare
+(races before 2026-11-30 11:04 timed the first prompt too). The share of the limit is of the least time that reading
+the weights and the KV cache once, or the multiply-adds, could take by bandwidth and peak, the better of what was
+measured before and after the turn: of plain bf16 weights (which lossless coding may pass), and of the bytes that
+ostinato's weights take in memory. The bandwidth is that of the faster of two ways to read (until 2026-11-30 21:45 of
+one, which asks ahead; up to 8 % less). A prefill's last layer counts for the row whose logits are wanted (since
+2026-11-30 19:00; ostinato computed, and the limit counted, all rows before). That bandwidth is beside them,
+least–most: memory has more than one state, and peers that multiply slowly lose less in the slow one. ostinato runs
+through its scheduler and sampler, llama.cpp and transformers as bare
 greedy loops over their forward pass.
 """
 
