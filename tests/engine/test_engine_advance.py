@@ -65,7 +65,7 @@ def test_answers_are_those_of_filled_steps(
     if "num_pages" in options:
         shape["context_length"] = 40
     going, filled = make_llm(**shape, **options), make_llm(**shape, **options)
-    monkeypatch.setattr(filled.engine.worker.decode, "advance", lambda: None)
+    monkeypatch.setattr(filled.engine.worker.decode, "advance", lambda shape: None)
     for llm in (going, filled):
         # Admits more than fits, so that some must go back.
         llm.engine.scheduler.ratio = NewTokenRatio(0.1)

@@ -45,12 +45,17 @@ def test_a_panel_that_one_row_reads_is_asked_for_once(emitter: type[TileEmitter]
     assert {place for places in blocks for place in places} == {Keep.ONCE.value}
 
 
+@pytest.mark.parametrize(("rows", "keep"), [(2, Keep.ONCE), (3, Keep.SECOND), (12, Keep.SECOND)])
 @pytest.mark.parametrize("emitter", [TileEmitter, CodedTileEmitter])
-def test_a_panel_that_more_tiles_read_stays_in_the_caches(emitter: type[TileEmitter]) -> None:
-    """Of several rows either way is there, in pairs of as many lines: the pace of asking tells them apart."""
-    blocks = blocks_of(emitter, 3)
+def test_a_panel_that_more_tiles_read_stays_in_the_caches(
+    emitter: type[TileEmitter], rows: int, keep: Keep
+) -> None:
+    """Of several rows either way is there, in pairs of as many lines: the pace of asking tells them apart. What takes
+    about as long to multiply as to read comes into the second level.
+    """
+    blocks = blocks_of(emitter, rows)
     kinds = [set(places) for places in blocks]
-    assert kinds == [{Keep.ONCE.value}, {Keep.NEAREST.value}] * (len(kinds) // 2)
+    assert kinds == [{keep.value}, {Keep.NEAREST.value}] * (len(kinds) // 2)
     assert [len(places) for places in blocks[::2]] == [len(places) for places in blocks[1::2]]
 
 
