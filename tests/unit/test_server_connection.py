@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +17,17 @@ from ostinato.server.connection import BoundedHttp
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 LIMIT_S = 0.5
+
+
+@asynccontextmanager
+async def connected(app: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a server of `app`."""
+    config = uvicorn.Config(app, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
+    config.load()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: BoundedHttp(config, ServerState(), {}), "127.0.0.1", 0)
+    async with server:
+        yield await asyncio.open_connection(*server.sockets[0].getsockname())
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -34,12 +47,7 @@ def test_a_request_with_another_in_line_behind_it_learns_that_its_client_has_gon
         seen.append((await receive())["type"])
 
     async def run() -> None:
-        config = uvicorn.Config(long, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
-        config.load()
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: BoundedHttp(config, ServerState(), {}), "127.0.0.1", 0)
-        async with server:
-            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        async with connected(long) as (_, writer):
             writer.write(GET * (1 + waiting))
             async with asyncio.timeout(20):
                 while not seen:
@@ -60,12 +68,7 @@ def test_a_head_that_does_not_come_ends_the_connection(
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", LIMIT_S)
 
     async def run() -> None:
-        config = uvicorn.Config(answer, http=BoundedHttp, ws="none", lifespan="off", log_config=None)
-        config.load()
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: BoundedHttp(config, ServerState(), {}), "127.0.0.1", 0)
-        async with server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        async with connected(answer) as (reader, writer):
             for _ in range(answered):
                 writer.write(GET)
                 assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")

@@ -53,10 +53,11 @@ class Replanner:
 
     def note(self, shape: StepShape, rules: ShapeRules) -> None:
         """A step is about to run, on all ranks that run it together."""
-        extends, refused = shape.mode.is_extend, bool(shape.eager_reason)
+        extends = shape.mode.is_extend
+        refused = extends and bool(shape.eager_reason)
         per_row = 1 if extends else rules.tokens_per_request
-        # A step that ran eagerly tells how wide each rank was, exactly: it may be that of any of them, by a row, which
-        # is too little for a bucket. Of others the widest says what the step was padded to.
+        # A prefill that ran eagerly counts with the exact rows of each rank: any of them may be too few for the bucket,
+        # by a row. Of other steps the widest rank says what they were padded to.
         for size in {*shape.num_tokens} if refused else {max(shape.num_tokens)}:
             if size:
                 rows = -(-size // per_row)

@@ -200,15 +200,11 @@ class BreakableBackend:
         return BreakableGraph(outputs, stream.parts)
 
     def _warm_up(self, fn: Callable[..., T], times: int) -> None:
-        narrowing, needed = NarrowingStream(self.live), self.inner.warmup
-        if times or self.inner.runs_while_capturing:
-            self.inner.warm_up(
-                lambda: fn(narrowing), times if self.inner.runs_while_capturing else max(times, needed)
-            )
-            return
+        narrowing = NarrowingStream(self.live)
+        needed = 0 if self.inner.runs_while_capturing else self.inner.warmup
         # On first use a capture computes a step, which counts: not so the warm-ups that it needs even then.
-        with rehearsal(self.live.rehearse):
-            self.inner.warm_up(lambda: fn(narrowing), needed)
+        with rehearsal(self.live.rehearse if needed and not times else None):
+            self.inner.warm_up(lambda: fn(narrowing), max(times, needed))
 
 
 class _BreakingStream:
