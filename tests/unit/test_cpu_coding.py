@@ -23,6 +23,9 @@ from ostinato.ops.cpu.linear import LinearWeights
 from ostinato.ops.cpu.native import NativeFunction, NativeLibrary
 from ostinato.ops.cpu.opset import NumbaOps, open_numba_ops
 from ostinato.ops.cpu.packing import Panels
+from ostinato.ops.cpu.panel_words import DECODED_ROWS, decoding_block
+from ostinato.ops.cpu.scratch import Scratch
+from ostinato.ops.cpu.tiles import PANEL
 from ostinato.ops.cpu.vector_ir import Lanes, Value, host_has
 
 PATTERNS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
@@ -120,6 +123,55 @@ def test_products_have_the_bits_of_plain_weights(
             found.append(bits(out).flatten())
         outs.append(torch.cat(found))
     assert torch.equal(*outs)
+
+
+WIDE = 8 * PANEL * 8 + 2  # outputs of more panels than a thread has at once, and enough to go panel by panel
+
+
+@pytest.mark.parametrize("rows", [DECODED_ROWS, DECODED_ROWS + 1, 3 * DECODED_ROWS + 5])
+@pytest.mark.parametrize("columns", [66, 1027, 8300])
+def test_panels_decoded_once_for_many_rows_have_the_bits_of_plain_ones(
+    opset: OpSets, columns: int, rows: int
+) -> None:
+    """One panel at a time, some, all; and panels too large to stay near a core, which tiles decode themselves."""
+    weight = rare(WIDE if columns < 8300 else 70, columns, seed=4).nan_to_num(1, 1, 1)
+    x, outs = draw(rows, columns, seed=5), []
+    for coding in ("plain", "auto"):
+        packed = opset(coding).pack_linear(weight)
+        outs.append(torch.empty(rows, len(weight), dtype=torch.bfloat16))
+        opset(coding).linear(x, packed, outs[-1])
+    assert torch.equal(*map(bits, outs))
+
+
+def test_who_decodes_a_panel() -> None:
+    """A thread, once, for launches of many rows; tiles for others, for panels that are too large, and where panels are
+    plain."""
+    runtime = ops_of(AVX512_BF16, "auto").runtime
+    coded, plain, large = (
+        ops_of(AVX512_BF16, coding).pack_linear(draw(40, columns)).panels
+        for coding, columns in (("auto", 64), ("plain", 64), ("auto", 8300))
+    )
+    scratch = Scratch()
+    assert decoding_block(runtime, scratch, DECODED_ROWS + 1, coded, coded)[0] != 0
+    for rows, matrices in ((DECODED_ROWS, [coded]), (999, [plain]), (999, [large]), (999, [coded, plain])):
+        assert decoding_block(runtime, scratch, rows, *matrices) == (0, ())
+
+
+@pytest.mark.parametrize("rows", [9, 3 * DECODED_ROWS, 9 * DECODED_ROWS])
+def test_experts_of_many_rows_have_the_bits_of_plain_weights(opset: OpSets, rows: int) -> None:
+    """Some experts with few rows among those with many; by expert, and down panel by panel."""
+    gate_up, down = rare(4, 98, WIDE // 8, seed=1), rare(4, WIDE // 8, 49, seed=2)
+    gate_up, down = gate_up.nan_to_num(1, 1, 1), down.nan_to_num(1, 1, 1)
+    ids = torch.arange(rows).remainder(3)[:, None].int()
+    ids[: rows // 8] = 3
+    ids[:3] = -1
+    x, weights = draw(rows, WIDE // 8, seed=rows), torch.rand(rows, 1)
+    outs = []
+    for coding in ("plain", "auto"):
+        outs.append(torch.empty(rows, WIDE // 8, dtype=torch.bfloat16))
+        experts = opset(coding).pack_experts(gate_up, down)
+        opset(coding).moe_experts(x, weights, ids, experts, False, outs[-1])
+    assert torch.equal(*map(bits, outs))
 
 
 @pytest.mark.parametrize("on_input", [False, True])

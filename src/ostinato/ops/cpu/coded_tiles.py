@@ -8,6 +8,7 @@ have the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
 
@@ -26,6 +27,7 @@ from ostinato.ops.cpu.coding import (
     VW,
 )
 from ostinato.ops.cpu.isa import AVX512_BF16
+from ostinato.ops.cpu.jit import intrinsic, types
 from ostinato.ops.cpu.products import Bf16Dot
 from ostinato.ops.cpu.tiles import STEP_BYTES, VECTORS, TileEmitter, tile_intrinsic
 from ostinato.ops.cpu.vector_ir import I8, I16, I32, I64, VI, Lanes, Value
@@ -95,7 +97,7 @@ class CodedTileEmitter(TileEmitter):
     ) -> None:
         lanes, b = self.lanes, self.lanes.b
         addresses = self.addresses(n, rows)
-        table = self._table(panel)
+        table = _table(lanes, panel)
 
         def ask(at: Value, size: int) -> None:
             """Ask for as many bytes as are used at a place in the panel; steps of a plain one say how far ahead."""
@@ -111,7 +113,7 @@ class CodedTileEmitter(TileEmitter):
             ask(at, GROUP_BYTES)
             codes = lanes.load(at, VB, 64)
             for i in range(GROUP_STEPS):
-                columns = self._decode(codes, lanes.at(at, 64 + 64 * i), table, i)
+                columns = _words(lanes, codes, lanes.at(at, 64 + 64 * i), table, i)
                 sums = multiply(columns, lanes.at(step, i), sums)
             return sums
 
@@ -131,22 +133,24 @@ class CodedTileEmitter(TileEmitter):
         end, sums = walk_panel(lanes, panel, zeros, group, raw, plain)
         self.finish(end, addresses, steps, odd, sums, out)
 
-    def _table(self, panel: Value) -> Value:
-        """The panel's high bytes, four times over: a byte permutation looks at six bits of a code, two of them not its
-        own.
-        """
-        found = self.lanes.load(panel, _TABLE, 64)
-        order = ir.Constant(ir.VectorType(I32, 64), [*range(TABLE_SIZE)] * 4)
-        return self.lanes.b.shuffle_vector(found, ir.Constant(_TABLE, ir.Undefined), order)
 
-    def _decode(self, codes: Value, low: Value, table: Value, step: int) -> list[Value]:
-        """The words of a step of a group whose low bytes are at `low`."""
-        lanes, b = self.lanes, self.lanes.b
-        if step:
-            codes = b.bitcast(b.lshr(b.bitcast(codes, VW), ir.Constant(VW, [CODE_BITS] * 32)), VB)
-        high = lanes.call("llvm.x86.avx512.permvar.qi.512", VB, table, codes)
-        low = lanes.load(low, VB, 64)
-        return [b.bitcast(b.shuffle_vector(low, high, _interleaved(v)), VI) for v in range(VECTORS)]
+def _table(lanes: Lanes, panel: Value) -> Value:
+    """The panel's high bytes, four times over: a byte permutation looks at six bits of a code, two of them not its
+    own.
+    """
+    found = lanes.load(panel, _TABLE, 64)
+    order = ir.Constant(ir.VectorType(I32, 64), [*range(TABLE_SIZE)] * 4)
+    return lanes.b.shuffle_vector(found, ir.Constant(_TABLE, ir.Undefined), order)
+
+
+def _words(lanes: Lanes, codes: Value, low: Value, table: Value, step: int) -> list[Value]:
+    """The words of a step of a group whose low bytes are at `low`."""
+    b = lanes.b
+    if step:
+        codes = b.bitcast(b.lshr(b.bitcast(codes, VW), ir.Constant(VW, [CODE_BITS] * 32)), VB)
+    high = lanes.call("llvm.x86.avx512.permvar.qi.512", VB, table, codes)
+    found = lanes.load(low, VB, 64)
+    return [b.bitcast(b.shuffle_vector(found, high, _interleaved(v)), VI) for v in range(VECTORS)]
 
 
 def _interleaved(vector: int) -> ir.Constant:
@@ -200,6 +204,48 @@ def copy_coded_row(lanes: Lanes, panel: Value, place: Value, out: Value, steps: 
 
     end, _ = walk_panel(lanes, panel, [], group, raw, plain)
     lanes.each(odd, lambda _: store(lanes.load(lanes.at(end, column), I16, 2), steps))
+
+
+def write_words(lanes: Lanes, panel: Value, out: Value, columns: Value) -> None:
+    """Write all words of a panel of `columns` values to `out`, in the order of a plain one."""
+    table = _table(lanes, panel)
+
+    def store(words: list[Value], step: Value) -> list[Value]:
+        for j, value in enumerate(words):
+            lanes.store(value, lanes.at(out, lanes.times(step, STEP_BYTES), 64 * j), 64)
+        return []
+
+    def plain(at: Value, step: Value, _: list[Value]) -> list[Value]:
+        return store([lanes.load(lanes.at(at, 64 * j), VI, 64) for j in range(VECTORS)], step)
+
+    def group(at: Value, step: Value, _: list[Value]) -> list[Value]:
+        codes = lanes.load(at, VB, 64)
+        for i in range(GROUP_STEPS):
+            store(_words(lanes, codes, lanes.at(at, 64 + 64 * i), table, i), lanes.at(step, i))
+        return []
+
+    def raw(at: Value, step: Value, _: list[Value]) -> list[Value]:
+        for i in range(GROUP_STEPS):
+            plain(lanes.at(at, RAW_LEAD + STEP_BYTES * i), lanes.at(step, i), [])
+        return []
+
+    end, _ = walk_panel(lanes, panel, [], group, raw, plain)
+    odd = lanes.b.and_(columns, lanes.i64(1))
+    lanes.loop(odd, [], lambda _, nothing: plain(end, lanes.b.lshr(columns, lanes.i64(1)), nothing))
+
+
+@intrinsic
+def _write_words(typing_context: Any, panel: Any, out: Any, columns: Any) -> tuple[Any, Any]:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        write_words(Lanes(builder), *args)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), emit
+
+
+def decode_panel(panel: int, out: int, columns: int) -> None:
+    """Write the plain panel that a coded one of so many columns stands for."""
+    _write_words(panel, out, columns)
 
 
 _emit_coded = tile_intrinsic(CodedTileEmitter, Bf16Dot(), AVX512_BF16)

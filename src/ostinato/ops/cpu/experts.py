@@ -15,6 +15,7 @@ from ostinato.ops.cpu.epilogue import FP32_OUT
 from ostinato.ops.cpu.launch import UNKNOWN, Launch, LaunchCache, Runtime
 from ostinato.ops.cpu.linear import activation_dtype, check_rows, stride_bytes
 from ostinato.ops.cpu.packing import Panels
+from ostinato.ops.cpu.panel_words import decoding_block
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.tile_choice import tile_function, tile_rows
@@ -149,7 +150,9 @@ class MoeExperts:
         scratch, kept = self._scratch_fields(x, topk_ids.shape[1], experts)
         rows, buffers = self._row_fields(x, topk_ids.shape[1], experts, weights_on_input)
         fields |= scratch | rows
-        owned = (*kept, *buffers, experts)
+        decoding, words = decoding_block(self._runtime, self._scratch, len(x), experts.gate_up, experts.down)
+        fields[moe_rows.DECODING] = decoding
+        owned = (*kept, *buffers, *words, experts)
         launch = self._runtime.launch(moe.moe_entry, moe.moe_worker, fields, moe_rows.NUM_FIELDS, owned)
         launch.streamed = UNKNOWN  # which experts is known when the rows are routed
         return launch

@@ -26,10 +26,16 @@ from ostinato.ops.cpu.launch import (
     wait_for_team,
 )
 from ostinato.ops.cpu.memory import claim_rows, load_i32, load_i64, store_i64, zero_bytes
+from ostinato.ops.cpu.panel_words import (
+    DECODED_ROWS,
+    PLAIN_TILE,
+    decode_group,
+    panel_at,
+    panel_group,
+    plain_bytes,
+)
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
-L2_BYTES = 128 * 1024  # of panels that many rows pass over
-STREAM_BYTES = 64 * 1024  # of panels in a task of few rows
 AHEAD = 6144  # bytes that a streamed panel is asked for ahead of use
 BLOCK_ROWS = 48  # of a task of many rows; those of one tile where it has more
 TASKS_PER_THREAD = 8
@@ -61,8 +67,9 @@ SUMS = 8 * MOST_TILE_ROWS  # offset of the sums in a worker's scratch, behind th
     OUTPUTS,
     GROUP,  # panels of a task: set by the entry, as is the next
     BLOCK,  # rows of a task
+    DECODING,  # address of how to decode panels for many rows, or 0; see `panel_words`
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 26)
+) = range(FIRST_FIELD, FIRST_FIELD + 27)
 
 
 @njit(error_model="numpy")
@@ -80,23 +87,8 @@ def tiles_of(rows: int, tile_rows: int) -> int:
 
 
 @njit(error_model="numpy")
-def panel_group(rows: int, tile_rows: int, panels: int, panel_bytes: int, share: int) -> int:
-    """Panels of one task: what stays in L2 for many rows, else enough to be worth a draw; `share` tasks at
-    least.
-    """
-    size = L2_BYTES if rows > tile_rows else STREAM_BYTES
-    return max(1, min(size // panel_bytes, panels // share))
-
-
-@njit(error_model="numpy")
-def panel_at(weight: int, starts: int, panel: int, panel_bytes: int) -> int:
-    """Address of a panel."""
-    return weight + (panel * panel_bytes if starts == 0 else load_i64(starts + 8 * panel))
-
-
-@njit(error_model="numpy")
-def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> None:
-    """One tile of `n` rows from `row` on, for each panel of a group.
+def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int, words: int) -> None:
+    """One tile of `n` rows from `row` on, for each panel of a group; `words`: 0, or where the group is decoded.
 
     A tile that is alone streams: it asks for its panel shortly ahead. Otherwise the tiles of a group share
     out asking for the group that follows in memory.
@@ -106,6 +98,7 @@ def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> 
     across = PANEL // 2 if kind >= GATED else PANEL
     alone = live <= load_i64(p + 8 * TILE_ROWS)
     follows = last + last - first <= load_i64(p + 8 * PANELS)
+    tile = load_i64(p + 8 * TILE) if words == 0 else load_i64(load_i64(p + 8 * DECODING) + 8 * PLAIN_TILE)
     for i in range(n):
         store_i64(load_i64(p + 8 * X) + (row + i) * load_i64(p + 8 * X_STRIDE), scratch + 8 * i)
     for panel in range(first, last):
@@ -117,8 +110,10 @@ def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> 
         out = load_i64(p + 8 * OUT) + row * stride + panel * across * size
         if size == 4 and not alone:  # twice the lines of bf16, whose stores hold up nothing
             claim_rows(out, stride, n, across * size // 64)
+        if words != 0:
+            at = words + (panel - first) * plain_bytes(_columns(p))
         call_tile(
-            load_i64(p + 8 * TILE),
+            tile,
             scratch,
             n,
             at,
@@ -137,6 +132,12 @@ def _multiply(p: int, scratch: int, first: int, last: int, row: int, n: int) -> 
             stride,
             load_i64(p + 8 * OUTPUTS) - panel * across,
         )
+
+
+@njit(error_model="numpy")
+def _columns(p: int) -> int:
+    """Values of a bf16 panel's row."""
+    return 2 * load_i64(p + 8 * STEPS) + load_i64(p + 8 * ODD)
 
 
 @njit(error_model="numpy")
@@ -166,6 +167,13 @@ def _prepare_rows(p: int, member: int) -> None:
             row = draw(p, 0, (member + turn) % threads, live)
 
 
+@njit(error_model="numpy")
+def _decode(p: int, member: int, first: int, count: int) -> int:
+    """Decode a group of panels; where their words are."""
+    weight, starts = load_i64(p + 8 * WEIGHT), load_i64(p + 8 * STARTS)
+    return decode_group(load_i64(p + 8 * DECODING), member, weight, starts, first, count, _columns(p))
+
+
 def gemm_worker(p: int) -> None:
     """Rows are prepared if need be, then tasks until none is left."""
     scratch = stack_scratch()
@@ -177,18 +185,22 @@ def gemm_worker(p: int) -> None:
     tasks = load_i64(p + 8 * TASKS)
     blocks = tasks // ((panels + group - 1) // group)
     live, block_rows = load_i64(p + 8 * LIVE), load_i64(p + 8 * BLOCK)
+    decodes = live > DECODED_ROWS and load_i64(p + 8 * DECODING) != 0
+    words, decoded = 0, -1
     for turn in range(threads):
         owner = (member + turn) % threads
         task = draw(p, 1, owner, tasks)
         while task >= 0:
             first = task // blocks * group
             last = min(first + group, panels)
+            if decodes and decoded != first:
+                words, decoded = _decode(p, member, first, last - first), first
             row = task % blocks * block_rows
             end = min(row + block_rows, live)
             tiles = tiles_of(end - row, load_i64(p + 8 * TILE_ROWS))
             while row < end:
                 n = (end - row + tiles - 1) // tiles
-                _multiply(p, scratch, first, last, row, n)
+                _multiply(p, scratch, first, last, row, n, words)
                 row += n
                 tiles -= 1
             if task % blocks == blocks - 1:

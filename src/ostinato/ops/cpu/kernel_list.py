@@ -36,7 +36,7 @@ from ostinato.ops.cpu.rope_ir import ROW_FUNCTIONS
 from ostinato.ops.cpu.routing_ir import SCORE_FUNCTIONS, SCORE_KIND
 from ostinato.ops.cpu.routing_rows import routing_entry, routing_worker
 from ostinato.ops.cpu.rows import rows_entry, rows_worker
-from ostinato.ops.cpu.tile_choice import tile_function
+from ostinato.ops.cpu.tile_choice import panel_decoder, tile_function
 from ostinato.ops.cpu.tiles import TILE_ARGUMENTS
 
 LIBRARIES: Mapping[str, Mapping[str, NativeFunction]] = MappingProxyType(
@@ -114,6 +114,10 @@ def _product_jobs(isa: Isa, dtype: torch.dtype, quantized: bool, coded: bool) ->
     if quantized:
         yield KernelJob(kernel_name(tile_function(torch.int8, isa)), TILE_ARGUMENTS)
     wide = dtype == torch.float32
+    decoder = panel_decoder(isa, coded=coded)
+    if decoder is not None:
+        yield KernelJob(kernel_name(decoder), PREPARE_ARGUMENTS)
+        yield KernelJob(kernel_name(tile_function(dtype, isa)), TILE_ARGUMENTS)
     prepare: list[Kernel] = [copy_fp32_row if wide else copy_bf16_row]
     if quantized:
         prepare.append(quantise_fp32_row if wide else quantise_bf16_row)

@@ -14,6 +14,7 @@ from ostinato.ops.cpu import gemm
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED
 from ostinato.ops.cpu.launch import Launch, LaunchCache, Runtime, Streamed
 from ostinato.ops.cpu.packing import Panels
+from ostinato.ops.cpu.panel_words import decoding_block
 from ostinato.ops.cpu.prepare import PREPARE_ARGUMENTS, RowFunction, row_function, spread_stride
 from ostinato.ops.cpu.scratch import Scratch
 from ostinato.ops.cpu.tile_choice import tile_function, tile_rows
@@ -116,7 +117,9 @@ class Linear:
         }
         rows, scratch = self._row_fields(x, panels, prepare)
         fields |= rows | self._panel_fields(panels)
-        launch = runtime.launch(gemm.gemm_entry, gemm.gemm_worker, fields, gemm.NUM_FIELDS, (weight, scratch))
+        fields[gemm.DECODING], kept = decoding_block(runtime, self._scratch, len(x), panels)
+        owned = (weight, scratch, *kept)
+        launch = runtime.launch(gemm.gemm_entry, gemm.gemm_worker, fields, gemm.NUM_FIELDS, owned)
         share = -(-panels.num_panels // runtime.pool.num_threads) * panels.panel_bytes
         launch.streamed = Streamed(panels.words.data_ptr(), share)
         return launch

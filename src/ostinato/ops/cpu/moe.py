@@ -15,7 +15,7 @@ zero and are never read; tasks are drawn by experts that have rows, so pads chan
 from __future__ import annotations
 
 from ostinato.ops.cpu.epilogue import FP32_OUT, GATED, combine_slots, store_tile
-from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, panel_at, panel_group, tiles_of
+from ostinato.ops.cpu.gemm import AHEAD, SUMS, live_rows, tiles_of
 from ostinato.ops.cpu.intrinsics import call_tile, stack_scratch
 from ostinato.ops.cpu.jit import njit
 from ostinato.ops.cpu.launch import (
@@ -32,6 +32,7 @@ from ostinato.ops.cpu.moe_rows import (
     BY_PANEL,
     CAPACITY,
     COUNT,
+    DECODING,
     DOWN,
     DOWN_BYTES,
     DOWN_GROUP,
@@ -77,6 +78,14 @@ from ostinato.ops.cpu.moe_rows import (
     prepare_inputs,
     sort_slots,
 )
+from ostinato.ops.cpu.panel_words import (
+    DECODED_ROWS,
+    PLAIN_TILE,
+    decode_group,
+    panel_at,
+    panel_group,
+    plain_bytes,
+)
 from ostinato.ops.cpu.tiles import PANEL, STEP_BYTES
 
 TASKS_PER_THREAD = 16
@@ -118,8 +127,26 @@ def _results_of(p: int, panel: int) -> int:
 
 
 @njit(error_model="numpy")
+def _decoded(p: int, w: int, member: int, rows: int, first: int, count: int) -> int:
+    """Where a group of panels is decoded for an expert's `rows`; 0: not worth it. `first`: counted over all experts."""
+    decoding = load_i64(p + 8 * DECODING)
+    if decoding == 0 or rows <= DECODED_ROWS:
+        return 0
+    columns = 2 * load_i64(w + 32) + load_i64(w + 40)
+    return decode_group(decoding, member, load_i64(w), load_i64(w + 48), first, count, columns)
+
+
+@njit(error_model="numpy")
 def _run_group(
-    p: int, phase: int, scratch: int, expert: int, first: int, last: int, further: int, results: int
+    p: int,
+    phase: int,
+    scratch: int,
+    member: int,
+    expert: int,
+    first: int,
+    last: int,
+    further: int,
+    results: int,
 ) -> None:
     """A group of panels of one expert, for all of its rows; `results`: where those of the first panel go, by place.
 
@@ -133,6 +160,9 @@ def _run_group(
     end = load_i64(load_i64(p + 8 * STARTS) + 8 * expert + 8)
     rows = end - begin
     alone = rows <= load_i64(p + 8 * TILE_ROWS)
+    words = _decoded(p, w, member, rows, expert * load_i64(w + 16) + first, last - first)
+    tile = load_i64(p + 8 * TILE) if words == 0 else load_i64(load_i64(p + 8 * DECODING) + 8 * PLAIN_TILE)
+    size = plain_bytes(2 * load_i64(w + 32) + load_i64(w + 40))
     place, tiles = begin, tiles_of(rows, load_i64(p + 8 * TILE_ROWS))
     while place < end:
         n = (end - place + tiles - 1) // tiles
@@ -149,10 +179,10 @@ def _run_group(
                 ahead = at + further + panel_bytes // rows * (place - begin)
                 pace = (STEP_BYTES * n + rows - 1) // rows
             call_tile(
-                load_i64(p + 8 * TILE),
+                tile,
                 scratch,
                 n,
-                at,
+                at if words == 0 else words + (panel - first) * size,
                 load_i64(w + 32),
                 load_i64(w + 40),
                 sums,
@@ -180,7 +210,7 @@ def _run_experts(p: int, phase: int, scratch: int, member: int) -> None:
             first = task % groups * group
             last = min(first + group, panels)
             results = _results_of(p, first)
-            _run_group(p, phase, scratch, expert, first, last, (last - first) * panel_bytes, results)
+            _run_group(p, phase, scratch, member, expert, first, last, (last - first) * panel_bytes, results)
             task = draw(p, phase, (member + turn) % threads, tasks)
 
 
@@ -222,7 +252,7 @@ def _combine(p: int, member: int) -> None:
 
 
 @njit(error_model="numpy")
-def _down_panel(p: int, scratch: int, panel: int, results: int) -> None:
+def _down_panel(p: int, scratch: int, member: int, panel: int, results: int) -> None:
     """One panel of the way down for all rows of all experts, and the weighted sum of what came of it."""
     active, panels = load_i64(p + 8 * NUM_ACTIVE), load_i64(p + 8 * DOWN_PANELS)
     weight, starts = load_i64(p + 8 * DOWN), load_i64(p + 8 * DOWN_STARTS)
@@ -234,7 +264,7 @@ def _down_panel(p: int, scratch: int, panel: int, results: int) -> None:
         following = load_i64(load_i64(p + 8 * ACTIVE) + 8 * (0 if wraps else i + 1))
         column = min(panel + 1, panels - 1) if wraps else panel
         after = panel_at(weight, starts, following * panels + column, panel_bytes)
-        _run_group(p, 3, scratch, expert, panel, panel + 1, after - at, results)
+        _run_group(p, 3, scratch, member, expert, panel, panel + 1, after - at, results)
         expert, at = following, after
     for row in range(load_i64(p + 8 * ROWS)):
         _combine_row(p, row, panel, panel + 1, results, 0)
@@ -248,7 +278,7 @@ def _down_by_panel(p: int, scratch: int, member: int) -> None:
     for turn in range(threads):
         panel = draw(p, 3, (member + turn) % threads, panels)
         while panel >= 0:
-            _down_panel(p, scratch, panel, results)
+            _down_panel(p, scratch, member, panel, results)
             panel = draw(p, 3, (member + turn) % threads, panels)
 
 

@@ -73,8 +73,9 @@ from ostinato.ops.cpu.memory import load_i32, load_i64, store_i64
     GATE_UP_GROUP,
     DOWN_GROUP,
     BY_PANEL,  # 1: phases 3 and 4 go panel by panel; set by the entry
+    DECODING,  # address of how to decode panels for many rows, or 0; see `panel_words`
     NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 61)
+) = range(FIRST_FIELD, FIRST_FIELD + 62)
 
 
 @njit(error_model="numpy")
