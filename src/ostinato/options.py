@@ -57,7 +57,8 @@ def check_field(config: Any, spec: Field[Any]) -> None:
         parse_bytes(value, name=spec.name)
     elif spec.type == "tuple[str, ...]":
         if isinstance(value, str) or not all(isinstance(item, str) and item for item in value):
-            raise ConfigError(f"{spec.name} must be a list of non-empty strings, got {value!r}")
+            got = "" if spec.name == "api_keys" else f", got {value!r}"  # keys belong into no log
+            raise ConfigError(f"{spec.name} must be a list of non-empty strings{got}")
         object.__setattr__(config, spec.name, tuple(value))
     elif choices is not None:
         if value not in choices:

@@ -186,6 +186,27 @@ def test_an_answer_can_be_stopped(browser: Browser, server: Server) -> None:
     assert by_id(browser, "chat-send").text == "Send"
 
 
+def test_thoughts_are_shown(browser: Browser, start_server: Callable[..., Server], tmp_path: Path) -> None:
+    """A model that thinks first may come to its longest answer before its first word."""
+    model = tmp_path / "demo"
+    shutil.copytree(locate_model(None), model)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}<think>{# </think> #}")
+    server = start_server("--model", str(model))
+    server.wait_ready()
+    open_page(browser, server)
+    wait(browser, lambda: by_id(browser, "chat-title").text == "Chat")
+    say(browser, "It is a truth")
+    wait(browser, lambda: len(answers(browser)) == 1)
+    first = answers(browser)[0]
+    assert first.find_element(By.CSS_SELECTOR, ".thoughts").text.strip()
+    assert first.find_element(By.CSS_SELECTOR, ".words").text == ""
+    first.find_element(By.TAG_NAME, "button").click()
+    wait(browser, lambda: len(answers(browser)) == 2)
+    assert "the same, word for word" in answers(browser)[1].text
+    texts = [turn.find_element(By.CSS_SELECTOR, ".thoughts").text for turn in answers(browser)]
+    assert texts[0] == texts[1]
+
+
 @pytest.fixture
 def plain_model(tmp_path: Path) -> Path:
     """The demo model without a chat template."""

@@ -113,7 +113,8 @@ def test_sigterm_lets_streams_finish(start_server: StartServer, until: Until, ri
     kept = server.connect()
     kept.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b" 200 " in kept.recv(4096)
-    server.process.terminate()
+    for process in (engine, server.process.pid):  # as a service manager does, which signals all of a service
+        os.kill(process, signal.SIGTERM)
     assert server.process.wait(60) == 0
     thread.join()
     assert sum(len(chunk["choices"][0]["text"]) > 0 for chunk in found[0]) > 100
@@ -179,7 +180,10 @@ def test_what_cannot_start_says_why_in_a_line(server: Server, tmp_path: Path) ->
     port = server.url.rpartition(":")[2]
     taken = run_serve("--port", port)
     missing = run_serve("--port", "0", "--model", str(tmp_path))
-    for done, word in ((taken, port), (missing, "config.json")):
+    nowhere = run_serve("--port", "0", "--host", "127.0.0..1")
+    homeless = run_serve("--port", "0", "--model", "~nobody-of-this-name/model")
+    said = ((taken, port), (missing, "config.json"), (nowhere, "127.0.0..1"), (homeless, "~nobody"))
+    for done, word in said:
         assert done.returncode == 2
         assert word in done.stderr
         assert "Traceback" not in done.stderr
@@ -252,7 +256,7 @@ def test_a_body_that_does_not_come_is_408(strict: Server) -> None:
     connection.close()
 
 
-def test_many_large_bodies_at_once_are_429(strict: Server) -> None:
+def test_many_large_bodies_at_once_are_429(strict: Server, until: Until) -> None:
     """Each is within the limit; together they are more than the server keeps in memory. Those that wait are 408."""
     size = 60_000
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer sésame\r\n"
@@ -261,10 +265,12 @@ def test_many_large_bodies_at_once_are_429(strict: Server) -> None:
     for _ in range(20):
         waiting.append(strict.connect())
         waiting[-1].sendall(head.encode() + b" " * size)
+    before = strict.metric("requests_rejected_total")
     statuses = [int(connection.recv(4096).split()[1]) for connection in waiting]
     for connection in waiting:
         connection.close()
     assert set(statuses) == {408, 429}
+    until(lambda: strict.metric("requests_rejected_total") == before + statuses.count(429))
     assert strict.post("/v1/completions", SHORT).status_code == 200
 
 

@@ -19,6 +19,7 @@ from ostinato.cli import app, kernels
 from ostinato.cli.flags import SAMPLING_FLAGS
 from ostinato.cli.measure import summary
 from ostinato.config import EngineConfig
+from ostinato.engine import progress
 from ostinato.engine.request import SamplingParams
 from ostinato.errors import RequestError
 
@@ -120,7 +121,7 @@ def llms(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
     return FakeLLM.made
 
 
-def run(*args: str, stdin: str | None = None) -> Any:
+def run(*args: str, stdin: str | bytes | None = None) -> Any:
     return CliRunner().invoke(app, list(args), input=stdin, prog_name="ostinato")
 
 
@@ -224,6 +225,23 @@ def test_generate_through_the_chat_template(llms: list[FakeLLM]) -> None:
 def test_a_users_error_is_one_line_and_exit_code_2(llms: list[FakeLLM], args: list[str], says: str) -> None:
     assert says in error_of(run(*args))
     assert all(llm.closed for llm in llms)
+
+
+@pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
+def test_piped_bytes_that_are_no_text_are_named(llms: list[FakeLLM], command: list[str]) -> None:
+    """Whatever the locale makes of them."""
+    assert "not UTF-8: byte 3 is 0xe9" in error_of(run(*command, stdin=b"caf\xe9\n"))
+
+
+def test_no_progress_holds_for_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(progress, "is_interactive", lambda: told.append("asked") or True)
+    monkeypatch.setenv("NO_PROGRESS", "1")
+    with progress.bars() as report:
+        report("work", 0, 1)
+    assert not told
+    with progress.bars(shown=True):
+        assert told, "an option goes first"
 
 
 def test_ctrl_c_ends_the_line_closes_the_engine_and_exits_130(llms: list[FakeLLM]) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +22,7 @@ class Handler(BaseHTTPRequestHandler):
     """Two pieces for every prompt but those with "poison" in them; keeps the bodies it was sent."""
 
     bodies: list[dict[str, Any]]
+    keys: ClassVar[set[str | None]] = set()
 
     def do_GET(self) -> None:
         self._answer(200, b'{"data":[{"id":"fake"}]}')
@@ -29,6 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
+        self.keys.add(self.headers["Authorization"])
         if "poison" in body["prompt"]:
             self._answer(400, b'{"error":{"message":"no poison"}}')
         else:
@@ -49,6 +51,7 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server's address, and the bodies it is sent."""
     bodies: list[dict[str, Any]] = []
     handler = type("Handler", (Handler,), {"bodies": bodies})
+    Handler.keys.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
         thread = threading.Thread(target=httpd.serve_forever)
         thread.start()
@@ -78,6 +81,17 @@ def test_a_run_ends_with_json(server: tuple[str, list[dict[str, Any]]], tmp_path
     assert [len(one["pieces_s"]) for one in every] == [2] * 6
     assert plot.read_text().startswith("<svg")
     assert "6 completed, 0 failed" in text
+
+
+def test_the_key_is_the_options_or_the_environments(
+    server: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ("--num-requests", "1", "--warmup", "0")
+    run(server[0], *sizes)
+    monkeypatch.setenv("OSTINATO_API_KEY", "sesame")
+    run(server[0], *sizes)
+    run(server[0], *sizes, "--api-key", "mine")
+    assert Handler.keys == {None, "Bearer sesame", "Bearer mine"}
 
 
 def test_open_loop_and_a_file(server: tuple[str, list[dict[str, Any]]], tmp_path: Path) -> None:

@@ -195,4 +195,8 @@ def test_a_key_that_no_client_could_send_is_refused_and_not_told(key: str) -> No
     with pytest.raises(ConfigError, match="api_keys holds one that no client could send") as refused:
         ServerConfig.of(environ={"OSTINATO_API_KEY": key})
     assert "secret" not in str(refused.value)
+    for keys in (("secret", ""), "secret"):
+        with pytest.raises(ConfigError, match="api_keys must be a list") as refused:
+            ServerConfig.of(api_keys=keys)
+        assert "secret" not in str(refused.value)
     assert ServerConfig.of(environ={"OSTINATO_API_KEY": "sésame"}).api_keys == ("sésame",)

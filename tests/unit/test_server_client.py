@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ostinato.config import EngineConfig, ServerConfig
+from ostinato.config import DEMO_NAME, EngineConfig, ServerConfig
+from ostinato.errors import ParallelError
 from ostinato.server import client
 from ostinato.server.client import EngineClient, EngineState
 from ostinato.server.dashboard.data import About
 from ostinato.server.dashboard.recorder import Recorder
 from ostinato.server.messages import EngineInfo, Event, Ready
 from ostinato.server.metrics import Metrics
+from ostinato.server.service import Service, model_name
 
 NUMBERS = {"layers": 1, "vocab_size": 9, "context_length": 9, "total_tokens": 9, "page_size": 1}
 WORDS = {"directory": "", "family": "", "dtype": "", "backend": "", "ops": "", "fingerprint": ""}
@@ -33,6 +36,35 @@ ABOUT = About(
     threads=1,
     max_running_requests=1,
 )
+
+
+def test_a_service_whose_engine_was_given_up_says_so() -> None:
+    """What a supervisor asks, in order to put another in its place."""
+    service = Service(EngineConfig(), ServerConfig())
+    service.check_engine()
+    service.client._give_up()
+    with pytest.raises(ParallelError, match="given up"):
+        service.check_engine()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(None, DEMO_NAME), ("owner/name", "owner/name"), ("./a/b/", "b"), ("/a/b", "b"), ("~nobody/b", "b")],
+)
+def test_what_a_model_is_called(model: str | None, name: str) -> None:
+    assert model_name(model) == name
+
+
+def test_a_model_here_is_called_as_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    assert [model_name(model) for model in (".", "./", "..", "../inner")] == [
+        "inner",
+        "inner",
+        tmp_path.name,
+        "inner",
+    ]
+    assert model_name("/") == "/"
 
 
 class Short:

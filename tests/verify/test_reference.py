@@ -80,6 +80,9 @@ def test_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text("one\n\ntwo\n")
     assert given_prompts(("zero",), file) == ("zero", "one", "two")
+    (tmp_path / "latin1").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"latin1 is not UTF-8 \(byte 3\)"):
+        given_prompts((), tmp_path / "latin1")
     for wrong in (lambda: given_prompts(("",), None), lambda: given_prompts((), tmp_path / "none")):
         with pytest.raises(ConfigError, match="prompt"):
             wrong()

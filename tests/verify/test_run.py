@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from ostinato.cli import app
+from ostinato.cli.verify import again
 from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError
 from ostinato.parallel.shm import shm_supported
@@ -125,3 +128,18 @@ def test_input_that_cannot_be_verified(words: list[str], says: str, tiny: Callab
     found = CliRunner().invoke(app, ["verify", "--model", tiny("llama"), *shape, *words])
     assert found.exit_code == 2, found.output
     assert says in " ".join(found.output.split())
+
+
+def test_the_command_that_runs_it_again_is_one(tmp_path: Path) -> None:
+    """Every word of it is an option with a value that the command line takes, own prompts among them."""
+    engine = {"tp_size": 2, "cp_size": 1, "enable_prefix_caching": False, "decode_buckets": (1, 4)}
+    asked = ["--prompt", "it's", "--prompts", str(tmp_path / "own prompts")]
+    words = shlex.split(again("model", engine, 7, "raw-count:1", asked)("reference", "prompt/0"))
+    assert words[:2] == ["ostinato", "verify"]
+    options = {name for option in get_command(app).commands["verify"].params for name in option.opts}  # type: ignore[attr-defined]
+    assert {word for word in words if word.startswith("--")} <= options
+    assert [words[words.index(name) + 1] for name in ("--prompt", "--prompts", "--cp")] == [
+        asked[1],
+        asked[3],
+        "1",
+    ]

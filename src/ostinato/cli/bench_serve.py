@@ -21,6 +21,7 @@ from rich.table import Table
 
 from ostinato import __version__
 from ostinato.cli.screen import check_writable, digits
+from ostinato.config import ServerConfig
 from ostinato.engine.progress import bars
 from ostinato.errors import ConfigError
 from ostinato.loadgen.workload import Job, RandomJobs, Span, read_jobs
@@ -35,7 +36,9 @@ RANDOM_SETS = ("random", "shared-prefix")
 # The options.
 _Url = Annotated[str, typer.Argument(help="The server.")]
 _Model = Annotated[str | None, typer.Option("--model", "-m", help="Its first model when left out.")]
-_Key = Annotated[str | None, typer.Option(help="Sent as a bearer token.")]
+_Key = Annotated[
+    str | None, typer.Option(help="Sent as a bearer token; better: OSTINATO_API_KEY.", show_default=False)
+]
 _Rate = Annotated[
     float | None,
     typer.Option(min=1e-6, help="Requests a second, at random moments (open loop)."),
@@ -138,7 +141,8 @@ def bench_serve(
     else:
         raise ConfigError(f"there is no dataset {dataset!r}; choose random, shared-prefix, or a .jsonl file")
     load = Load(warm, jobs, rate, concurrency or DEFAULT_CONCURRENCY, seed)
-    name, outcomes = asyncio.run(send(Target(url, model, api_key, timeout), load))
+    key = api_key or next(iter(ServerConfig.of().api_keys), None)
+    name, outcomes = asyncio.run(send(Target(url, model, key, timeout), load))
     options = {"version": __version__, "url": url, "model": name, "dataset": dataset, "rate": rate}
     options |= {"concurrency": None if rate is not None else load.concurrency, "seed": seed}
     result = options | summarise(outcomes, limits)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ostinato.cli.flags import engine_flags, sampling_flags
-from ostinato.cli.generate import MODEL_HELP, follow
+from ostinato.cli.generate import MODEL_HELP, decoded, follow, piped
 from ostinato.cli.screen import note, open_engine
 from ostinato.config import EngineConfig
 from ostinato.errors import OstinatoError
@@ -47,6 +47,8 @@ def chat(
         if typed:
             _line_editing()
             note(COMMANDS)
+        else:
+            piped()
         _converse(Conversation(llm, llm.sampling_params(**given), system), typed=typed)
 
 
@@ -106,7 +108,7 @@ def _take_turn(conversation: Conversation, text: str, typed: bool) -> None:
 
 def _read(typed: bool) -> str | None:
     if not typed:
-        return sys.stdin.readline() or None
+        return decoded(sys.stdin.readline()) or None
     try:
         return input("> ")
     except EOFError:

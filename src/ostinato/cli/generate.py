@@ -6,12 +6,13 @@ holds one JSON object and nothing else.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -46,7 +47,7 @@ def generate(
     config = EngineConfig.of(model=model, **engine)
     if system is not None and not chat:
         raise RequestError("--system needs --chat; a plain prompt has no system message")
-    text = _decoded(sys.stdin.read() if prompt == "-" else prompt)
+    text = decoded(piped().read() if prompt == "-" else prompt)
     if not text:
         raise RequestError("the prompt is empty; give some text to continue")
     if "logprobs" in sampling and not as_json:
@@ -72,7 +73,14 @@ def generate(
         note(timings.line())
 
 
-def _decoded(text: str) -> str:
+def piped() -> TextIO:
+    """stdin before its first read: it passes on as they are the bytes that it cannot read, and `decoded` says which."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
+
+
+def decoded(text: str) -> str:
     """Text from the terminal or stdin, whose bytes Python passes on as they are where it could not read them."""
     try:
         return text.encode("utf-8", "surrogateescape").decode()

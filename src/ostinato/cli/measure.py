@@ -64,7 +64,9 @@ def latency(config: EngineConfig, load: Workload) -> dict[str, Any]:
     with open_engine(load.fit(config)) as llm:
         prompts = load.prompts(llm, load.batch)
         run_batches([llm], prompts, load)  # captures
-        rounds = _rounds("latency", load.rounds, lambda: run_batches([llm], prompts, load)[0])
+        rounds = _rounds(
+            "latency", load.rounds, lambda: run_batches([llm], prompts, load)[0], shown=config.progress
+        )
         return {
             "prefill_tokens_per_s": summary([load.batch * load.input_len / r.prefill_s for r in rounds]),
             "decode_tokens_per_s": summary([load.batch / statistics.mean(r.decode_steps_s) for r in rounds]),
@@ -86,7 +88,12 @@ def replay(config: EngineConfig, load: Workload) -> dict[str, Any]:
     with open_engine(config.replace(graph="eager")) as eager, open_engine(config) as captured:
         prompts = load.prompts(eager, load.batch)
         run_batches([eager, captured], prompts, load)
-        rounds = _rounds("replay", load.rounds, lambda: run_batches([eager, captured], prompts, load))
+        rounds = _rounds(
+            "replay",
+            load.rounds,
+            lambda: run_batches([eager, captured], prompts, load),
+            shown=config.progress,
+        )
         medians = [[statistics.median(batch.decode_steps_s) for batch in pair] for pair in rounds]
         return {
             "eager_step_s": summary([eager_s for eager_s, _ in medians]),
@@ -120,7 +127,7 @@ def padding(config: EngineConfig, load: Workload) -> dict[str, Any]:
 
         for _ in range(2):
             both()  # captures
-        rounds = _rounds("padding", load.rounds, both)
+        rounds = _rounds("padding", load.rounds, both, shown=config.progress)
         return {
             "tokens": exact,
             "bucket": min(wider),
@@ -214,9 +221,9 @@ def _timed_prefill(llm: LLM, names: Sequence[str]) -> float:
     return time.perf_counter() - start
 
 
-def _rounds(name: str, count: int, run: Callable[[], _T]) -> list[_T]:
+def _rounds(name: str, count: int, run: Callable[[], _T], *, shown: bool) -> list[_T]:
     results = []
-    with bars() as report:
+    with bars(shown=shown) as report:
         for number in range(count):
             report(name, number, count)
             results.append(run())

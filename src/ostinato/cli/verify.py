@@ -9,8 +9,9 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,6 +74,8 @@ def verify(
         from ostinato.verify.faults import Injection
         from ostinato.verify.reference import given_prompts
         from ostinato.verify.run import Plan, known_checks
+    asked = [word for text in prompt or () for word in ("--prompt", text)]
+    asked += ["--prompts", str(prompts.absolute())] if prompts else []
     plan = Plan(
         budget=budget,
         only=known_checks(only or ()),
@@ -81,7 +84,7 @@ def verify(
         prompts=given_prompts(prompt or (), prompts),
         reference=reference == "auto",
         inject=None if inject is None else Injection.parse(inject),
-        reproduce=again(model, engine, seed, inject),
+        reproduce=again(model, engine, seed, inject, asked),
     )
     report = run(config, plan, " ".join(map(shlex.quote, ["ostinato", *sys.argv[1:]])))
     show_and_keep(report, as_json, html)
@@ -90,10 +93,14 @@ def verify(
 
 
 def again(
-    model: str | None, engine: dict[str, Any], seed: int, inject: str | None
+    model: str | None, engine: dict[str, Any], seed: int, inject: str | None, asked: Sequence[str] = ()
 ) -> Callable[[str, str], str]:
-    """(check, cell) -> the command that runs it again; an empty cell for checks that have none."""
+    """(check, cell) -> the command that runs it again; an empty cell for checks that have none.
+
+    asked: the options that name prompts.
+    """
     words = command_line(model, engine, seed) + (f" --inject {shlex.quote(inject)}" if inject else "")
+    words += "".join(f" {shlex.quote(word)}" for word in asked)
     return lambda check, cell: f"{words} --only {check}" + (f" --cell {cell}" if cell else "")
 
 
@@ -110,7 +117,8 @@ def command_line(model: str | None, engine: dict[str, Any], seed: int) -> str:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    flag = name.removesuffix("_size") if name in ("tp_size", "dp_size", "ep_size") else name
+    spelled = next(spec.metadata["flag"] for spec in fields(EngineConfig) if spec.name == name)
+    flag = spelled if isinstance(spelled, str) else name
     if value is True:
         return [f"--{flag.replace('_', '-')}"]
     if value is False:

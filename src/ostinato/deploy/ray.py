@@ -64,8 +64,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         def check_health(self) -> None:
             """Asked by Serve, which replaces a replica whose engine was given up: it would refuse everything."""
             for service in built:
-                if service.state == EngineState.DOWN.value:
-                    raise RuntimeError("the engine was given up; the replica's log tells why")
+                service.check_engine()
 
     deployment = serve.deployment(
         serve.ingress(build)(Replica),

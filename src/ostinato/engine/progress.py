@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ostinato.config import environment_options
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -23,8 +25,10 @@ def is_interactive() -> bool:
 
 
 @contextmanager
-def bars(*, shown: bool = True) -> Iterator[Report]:
-    """Progress bars, one per stage, gone when the block ends."""
+def bars(*, shown: bool | None = None) -> Iterator[Report]:
+    """Progress bars, one per stage, gone when the block ends; where no option says so, NO_PROGRESS decides."""
+    if shown is None:
+        shown = environment_options().get("progress", True)
     if not (shown and is_interactive()):
         yield _ignore
         return

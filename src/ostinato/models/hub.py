@@ -25,7 +25,10 @@ def resolve_model(model: str | Path, *, revision: str | None = None) -> Path:
 
     Raises ModelError when it is neither, or when the download fails.
     """
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        raise ModelError(f"{model} is in the home of a user who is not there; correct the path") from None
     if model != "" and path.is_dir():
         return path
     if path.is_file():

@@ -151,7 +151,6 @@ class EngineClient:
                 "n", f"{wanted} completions are asked for at once, the server holds {capacity}; lower n"
             )
         if self.in_flight + wanted > capacity:
-            self._metrics.rejected += 1
             raise ApiError(
                 429,
                 f"{self.in_flight} completions are in flight of at most {capacity}; try again",

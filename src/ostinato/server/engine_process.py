@@ -258,7 +258,10 @@ class _Loop:
 
 def _die_with_parent() -> None:
     """Ask the kernel to kill this process when the server dies, where it can (Linux: prctl(2))."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then stops us in order
+    # Ctrl-C, and the SIGTERM that a service manager sends to all of a service's processes, are for the server, which
+    # then stops us in order. Ranks inherit it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -72,7 +72,8 @@ class Exposition(Collector):
             "num_requests_in_flight", "Completions not yet answered", {(): service.client.in_flight}
         )
         yield self._gauge("server_tasks", "Tasks on the server's event loop", {(): len(asyncio.all_tasks())})
-        yield self._counter("requests_rejected", "Requests answered 429", {(): metrics.rejected})
+        rejected = sum(n for (_, status), n in metrics.http.items() if status == 429)
+        yield self._counter("requests_rejected", "Requests answered 429", {(): rejected})
         yield self._counter(
             "prompt_tokens", "Prompt tokens of accepted requests", {(): metrics.prompt_tokens}
         )

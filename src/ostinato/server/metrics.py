@@ -105,7 +105,6 @@ class Metrics:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.cached_tokens = 0
-        self.rejected = 0
         self.finish_reasons: Counter[str] = Counter()
         self.http: Counter[tuple[str, int]] = Counter()
 

@@ -124,9 +124,10 @@ def _bind(options: ServerConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)  # at once, so that nobody who has read the announcement is refused
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: what cannot be a host's name
+        reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
         raise ConfigError(
-            f"cannot listen on {options.host} port {options.port} ({error.strerror}); choose another --host or --port"
+            f"cannot listen on {options.host} port {options.port} ({reason}); choose another --host or --port"
         ) from None
     listener.set_inheritable(False)
     return listener

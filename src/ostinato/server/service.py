@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from ostinato import __version__
 from ostinato.config import DEMO_NAME, EngineConfig, ServerConfig
 from ostinato.engine.request import SamplingParams
+from ostinato.errors import ParallelError
 from ostinato.server.api_errors import ApiError, bad_field, shutting_down
 from ostinato.server.client import EngineClient
 from ostinato.server.dashboard.data import About, DashboardData
@@ -86,6 +87,11 @@ class Service:
         if self.draining:
             return "draining"
         return "engine lost" if self.client.over.is_set() else self.client.state.value
+
+    def check_engine(self) -> None:
+        """Raises ParallelError when the engine was given up: everything would be refused from then on."""
+        if self.client.over.is_set():
+            raise ParallelError("the engine was given up; the log tells why")
 
     def dashboard(self, after: int) -> DashboardData:
         """What a poll of the dashboard gets."""
@@ -167,4 +173,6 @@ def model_name(model: str | None) -> str:
     if model is None:
         return DEMO_NAME
     path = PurePath(model)
-    return path.name if path.is_absolute() or model.startswith((".", "~")) else model
+    if not path.is_absolute() and not model.startswith((".", "~")):
+        return model
+    return path.name if path.name not in ("", "..") else Path(model).resolve().name or model

@@ -164,7 +164,11 @@ def given_prompts(prompts: Sequence[str], file: Path | None) -> tuple[str, ...]:
     if file is not None:
         if not file.is_file():
             raise ConfigError(f"there is no file {file} with prompts; give one prompt a line")
-        texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            found = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is not UTF-8 (byte {error.start}); convert it") from None
+        texts += [line for line in found.splitlines() if line.strip()]
     if any(not text for text in texts):
         raise ConfigError("a prompt is empty; give some text")
     return tuple(texts) or PROMPTS

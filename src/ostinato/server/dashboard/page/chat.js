@@ -14,6 +14,11 @@ function element(name, className, text = "") {
   return made;
 }
 
+/** All that an answer consists of. */
+function said(answer) {
+  return JSON.stringify([answer.thoughts, answer.words]);
+}
+
 export class Chat {
   messages = []; // { role, content } of the conversation so far
   running = null; // AbortController of the answer being streamed
@@ -97,12 +102,12 @@ export class Chat {
     for (const button of this.log.querySelectorAll("button")) button.disabled = Boolean(controller);
   }
 
-  /** Stream the answer to `body`; `conversation` is what it answers. `expected`: the words it should repeat. */
+  /** Stream the answer to `body`; `conversation` is what it answers. `expected`: what it should repeat. */
   async #answer(body, conversation, expected = null) {
     const controller = new AbortController();
     const turn = this.#turn("assistant running", "");
     this.#busy(controller);
-    const answer = { words: "", usage: null, reason: null, started: performance.now(), first: null };
+    const answer = { words: "", thoughts: "", usage: null, reason: null, started: performance.now(), first: null };
     let failure = null;
     try {
       await this.#stream(body, controller.signal, turn.firstChild, answer);
@@ -126,9 +131,13 @@ export class Chat {
       const choice = event.choices?.[0];
       if (!choice) continue;
       answer.reason = choice.finish_reason ?? answer.reason;
+      const thought = choice.delta?.reasoning_content ?? "";
       const piece = choice.delta?.content ?? choice.text ?? "";
-      if (!piece) continue;
+      if (!thought && !piece) continue;
       answer.first ??= performance.now();
+      if (thought && !answer.thoughts) place.before(element("div", "thoughts"));
+      if (thought) place.previousSibling.append(thought);
+      answer.thoughts += thought;
       answer.words += piece;
       place.append(piece);
       this.#follow();
@@ -149,13 +158,13 @@ export class Chat {
     if (answer.reason === "length") foot.append(element("span", "", "longest answer reached"));
     if (failure) foot.append(element("span", failure === "stopped" ? "" : "error", failure));
     else if (expected !== null) {
-      const same = expected === answer.words;
+      const same = expected === said(answer);
       foot.append(element("span", same ? "same" : "error", same ? "the same, word for word" : "other words than before"));
     }
     if (!failure) {
       const again = element("button", "link", "Again");
       again.type = "button";
-      again.addEventListener("click", () => !this.running && this.#answer(body, conversation, answer.words));
+      again.addEventListener("click", () => !this.running && this.#answer(body, conversation, said(answer)));
       foot.append(again);
     }
     turn.append(foot);
