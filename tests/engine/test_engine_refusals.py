@@ -141,6 +141,22 @@ def test_bad_conversations(llm: LLM, refuses: Any, messages: Any, message: str) 
     refuses(message, lambda: llm.chat(messages, GREEDY))
 
 
+def test_an_answer_cannot_go_on_with_the_last_message(llm: LLM, refuses: Any) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
+    refuses(
+        "continue_final_message is not supported",
+        lambda: llm.chat(messages, GREEDY, continue_final_message=True),
+    )
+
+
+def test_that_no_kernel_is_compiled_is_told(capfd: pytest.CaptureFixture[str], make_llm: Any) -> None:
+    """A checkpoint in float16 is served, by torch's own operations; whoever asked for them knows."""
+    make_llm(dtype="float16", kernels="auto")
+    assert "no compiled kernels for dtype float16; use bfloat16 or float32" in capfd.readouterr().err
+    make_llm(dtype="float16", kernels="reference")
+    assert "compiled" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("tools", [5, "weather", ["weather"], {"name": "weather"}, [None]], ids=str)
 def test_tools_of_the_wrong_kind(llm: LLM, refuses: Any, tools: Any) -> None:
     messages = [{"role": "user", "content": "fine"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ostinato.models import ModelConfig, read_config
 from ostinato.padding import StepMode
@@ -56,6 +58,25 @@ def in_pieces(run: Any, prompts: list[list[int]]) -> list[torch.Tensor]:
             piece.append(got)
     assert run.lengths == [len(p) for p in prompts]
     return [torch.cat(piece) for piece in pieces]
+
+
+def test_a_tied_checkpoint_may_hold_its_head_alone(
+    checkpoint: Callable[[str], Path],
+    driver: ModuleType,
+    prompts: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """As safetensors' own `save_model` writes it, which keeps one of two names."""
+    source = checkpoint("llama_tied")
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file)
+    found, want = (
+        driver.Driver.load(path, len(prompts), max(LENGTHS)).step(prompts) for path in (tmp_path, source)
+    )
+    assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

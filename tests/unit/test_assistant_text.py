@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ NOW = ToolCall("now", "{}")
 H_PARIS = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 H_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
+M_NOW = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
 CALLS = [
     ("hermes", H_PARIS, [PARIS]),
     ("hermes", f"Let me look.\n\n{H_PARIS}\n{H_NOW}", ["Let me look.", PARIS, NOW]),
@@ -203,12 +205,25 @@ def test_calls_behind_the_first_are_left_out_where_one_is_wanted(cuts: list[int]
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "form"), [(*CALLS[0][:2], r"call_\w{24}"), ("mistral", M_NOW, r"[A-Za-z0-9]{9}")]
+)
+def test_names_of_calls_are_those_that_templates_take_back(name: str, text: str, form: str) -> None:
+    """Mistral's refuse a conversation whose calls are named otherwise."""
+    reader = AssistantMessage(None, new_parser(name))
+    reader.push(text)
+    reader.finish()
+    (call,) = reader.message()["tool_calls"]
+    assert re.fullmatch(form, call["id"])
+
+
+@pytest.mark.parametrize(
     ("template", "found"),
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
         ("{% if tools %}<|python_tag|>{% endif %}", "llama3_json"),
         ("{{ messages }}<tool_call>", None),
+        ("{% if tools %}<tool_call><function=name><parameter=p>{% endif %}", None),
         ("{{ tools }}", None),
     ],
 )

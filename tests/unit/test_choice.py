@@ -167,3 +167,17 @@ def test_a_greedy_row_has_the_same_token_alone_and_beside_rows_that_sample(isa: 
         library.sample(rows, rules, number, number, beside)
         chosen += [greedy.tolist(), beside.tolist()]
     assert chosen[1:] == chosen[:-1]
+
+
+@pytest.mark.parametrize("isa", [AVX512_BF16, PORTABLE])
+def test_the_largest_vocabulary(isa: str) -> None:
+    """All tokens as likely as the likeliest: their sum is the largest there is. One more is refused."""
+    x = torch.zeros(1, choice.MOST_TOKENS)
+    found = set()
+    for seed in range(4):
+        ours, theirs = both(opset(isa, 2), x, [(1.0, 0, 1.0, 0.0)], seed)
+        assert ours == theirs
+        found |= set(ours)
+    assert len(found) == 4
+    with pytest.raises(ValueError, match="logits must be"):
+        both(opset(isa, 2), torch.zeros(1, choice.MOST_TOKENS + 1), [(1.0, 0, 1.0, 0.0)], 0)

@@ -62,3 +62,12 @@ def test_shapes_are_checked() -> None:
         ops.combine_slots(torch.zeros(2, 8), torch.zeros(3, 2).int(), torch.zeros(3, 2), torch.zeros(3, 8))
     with pytest.raises(ValueError, match="results"):
         ops.combine_slots(torch.zeros(2, 9), torch.zeros(3, 2).long(), torch.zeros(3, 2), torch.zeros(3, 8))
+
+
+def test_the_smallest_numbers() -> None:
+    """bf16 has numbers under the least normal one; the MoE kernel keeps them, as torch does."""
+    results = torch.tensor([2e-38, -2e-38, 4e-39, 1.2e-38]).repeat(1, 18)
+    out = torch.full((1, H), torch.nan, dtype=torch.bfloat16)
+    _ops("numba").combine_slots(results, torch.tensor([[0]]), torch.tensor([[0.25]]), out)
+    assert torch.equal(out.view(torch.int16), (results * 0.25).bfloat16().view(torch.int16))
+    assert bool(out.all())

@@ -16,6 +16,7 @@ import torch
 
 from ostinato import LLM, SamplingParams
 from ostinato.ops.cpu import background
+from ostinato.ops.cpu import compile as compile_module
 from ostinato.ops.cpu.background import BackgroundBuild, Turn
 from ostinato.ops.cpu.compile import Compiler, cache_key, discard_unused, kernel_name
 from ostinato.ops.cpu.isa import select_isa
@@ -197,3 +198,39 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     compiler = Compiler(root)
     assert compiler.address(chain_entry)
     assert not compiler.has(kernel_name(chain_entry))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_damaged_kernel_is_compiled_again(tmp_path: Path, share: float) -> None:
+    """A disk may lose the end of a file when the power fails."""
+    first = Compiler(tmp_path)
+    first.address(chain_entry)
+    name = kernel_name(chain_entry)
+    path = first.directory / f"{name}.o"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))] if share < 1 else whole[:-20] + bytes(20))
+    second = Compiler(tmp_path)
+    assert not second.has(name)
+    assert second.address(chain_entry)
+    assert (second.num_compiled, second.num_cache_hits) == (1, 0)
+    assert second.has(name), "and is kept whole"
+
+
+@pytest.mark.parametrize("source", ["ops/exact.py", "ops/choice.py", "ops/pairs.py", "ops/cpu/gemm.py"])
+def test_whatever_kernels_are_made_of_is_in_the_key(tmp_path: Path, source: str) -> None:
+    """Constants of their twins in torch are compiled into them."""
+    shutil.copytree(Path(compile_module.__file__).parents[2], tmp_path / "ostinato")
+    ask = "import ostinato.ops.cpu.compile as c; print(c.__file__, c.cache_key())"
+
+    def key() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        file, found = done.stdout.split()
+        assert file.startswith(str(tmp_path))
+        return found
+
+    before = key()
+    with (tmp_path / "ostinato" / source).open("a") as file:
+        file.write("MORE = 1\n")
+    assert key() != before

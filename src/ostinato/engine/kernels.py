@@ -103,6 +103,11 @@ def _op_set(
     if config.quantization is not None and refused:
         raise ConfigError(f"quantization {config.quantization!r} cannot run with {refused}")
     if config.kernels == "reference" or refused:
+        if refused and config.kernels == "auto":
+            print(
+                f"ostinato: no compiled kernels for {refused}; the reference kernels serve, many times slower",
+                file=sys.stderr,
+            )
         return ReferenceOps(), ReferenceAttention(pool), lambda: None
     # Imported here: loading kernels costs time that a run without them need not spend.
     from ostinato.attention.cpu import CpuAttention

@@ -163,6 +163,11 @@ class LLM:
     ) -> str:
         if not messages:
             raise RequestError("the conversation is empty; give at least one message")
+        if "continue_final_message" in variables:
+            raise RequestError(
+                "continue_final_message is not supported: a chat's answer is a message of its own; render the "
+                "conversation yourself and give its text to generate"
+            )
         return self.engine.chat_template.render(messages, tools=tools, **variables)
 
     def _complete(

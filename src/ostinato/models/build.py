@@ -161,11 +161,14 @@ class _Builder:
         """Tied when the config says so, unless the file has a head of its own; then held once where that can be."""
         config, names = self.config, self.config.family.names
         shape = config.vocab_size, config.hidden_size
-        own_head = not config.tie_word_embeddings or self.source.has(f"{names.head}.weight")
+        has_head = self.source.has(f"{names.head}.weight")
+        # Of two names for one tensor safetensors' own `save_model` keeps the first of the alphabet.
+        only_head = config.tie_word_embeddings and has_head and not self.source.has(names.embedding)
+        own_head = not config.tie_word_embeddings or (has_head and not only_head)
+        table = self._stored(f"{names.head}.weight" if only_head else names.embedding, *shape)
         if not own_head and self.ops.embeds_packed and not self._splits_head():
-            head = self._head(self._stored(names.embedding, *shape))
+            head = self._head(table)
             return head, head
-        table = self._stored(names.embedding, *shape)
         if self.columns is not None:
             # Columns, not rows: what each rank looks up is put side by side, and no rank has to know whose an id is.
             embedding = table.cut(Cut(((0, shape[0]),), self.share.span("hidden", shape[1]))).read()

@@ -16,7 +16,7 @@ from ostinato.ops import exact
 
 ONE = 1 << 43
 """The likeliest token's weight: sums over a million tokens stay below 2**63."""
-MOST_TOKENS = 1 << 20
+MOST_TOKENS = (1 << 20) - 1
 TINY = float(torch.finfo(torch.float32).tiny)
 _MASK64 = (1 << 64) - 1
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 from ostinato.text.reasoning import Piece, ReasoningSplitter
-from ostinato.text.tool_calls import Item, ToolCall, ToolCallParser
+from ostinato.text.tool_calls import Item, MistralParser, ToolCall, ToolCallParser
 
 
 class AssistantMessage:
@@ -58,6 +58,11 @@ class AssistantMessage:
                 deltas += self._deltas([text] if self._tools is None else self._tools.push(text))
         return deltas
 
+    def _new_id(self) -> str:
+        """Of the form that the model's chat template takes back: Mistral's take nine letters and digits."""
+        name = uuid.uuid4().hex
+        return name[:9] if isinstance(self._tools, MistralParser) else f"call_{name[:24]}"
+
     def _deltas(self, items: list[Item]) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
         for item in items:
@@ -65,7 +70,7 @@ class AssistantMessage:
                 if self._one_call and self._calls:
                     continue
                 call = {
-                    "id": f"call_{uuid.uuid4().hex[:24]}",
+                    "id": self._new_id(),
                     "type": "function",
                     "function": {"name": item.name, "arguments": item.arguments},
                 }

@@ -50,7 +50,7 @@ def format_of(template: str) -> str | None:
     if "tools" not in template:
         return None
     if _OPEN in template:
-        return "hermes"
+        return None if "<function=" in template else "hermes"  # the former's calls are XML (Qwen3-Coder)
     if _MISTRAL in template:
         return "mistral"
     if _PYTHON in template or '"parameters"' in template:

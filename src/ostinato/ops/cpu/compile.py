@@ -37,8 +37,8 @@ _ENTRY = "kernel"  # the symbol of every kernel in its own file
 @lru_cache(maxsize=1)
 def cache_key() -> str:
     """Name of the directory of kernels that fit this machine and this version of the code."""
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    digest, here = hashlib.sha256(), Path(__file__).parent
+    for source in (*sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py"))):  # constants come from both
         digest.update(source.read_bytes())
     features = binding.get_host_cpu_features().flatten()
     for part in (version("numba"), llvmlite.__version__, binding.get_host_cpu_name(), features):
@@ -126,8 +126,8 @@ class Compiler:
         return frozenset(self._sources)
 
     def has(self, name: str) -> bool:
-        """Whether code of this name is on disk."""
-        return self._path(name).exists()
+        """Whether code of this name is on disk, whole."""
+        return read_code(self._path(name)) is not None
 
     def code(self, name: str, make: Callable[[], bytes]) -> bytes:
         """The object code `name`: from disk, where others that compile it have put it, or made here and kept.

@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from ostinato.ops.cpu import rows as field
 from ostinato.ops.cpu.coded_tiles import copy_coded_row
+from ostinato.ops.cpu.epilogue import EpilogueEmitter
 from ostinato.ops.cpu.lane_kinds import Kind
 from ostinato.ops.cpu.native import NativeFunction
 from ostinato.ops.cpu.norm_ir import Fields, Vector
@@ -157,7 +158,8 @@ def _combine_slots(lanes: Lanes, kind: Kind, fields: Fields, row: Value, vector:
             return [merged]
 
         (total,) = lanes.loop(slots, [lanes.floats(0.0)], slot)
-        kind.store(lanes, total, lanes.at(out, vector.offset(j)), mask)
+        # Rounded as the MoE kernel does, which keeps subnormals; instructions of a kind may not.
+        EpilogueEmitter(lanes).write(total, lanes.at(out, vector.offset(j)), kind.value_bytes == 4, mask)
 
     vector.each(visit)
 

@@ -6,6 +6,7 @@ does. Invariant: a file appears whole or not at all; loaded code outlives every 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ from llvmlite import binding
 
 # What a kernel compiled by Numba would call to raise an exception. Kernels raise none.
 _RAISING = ("Py", "NRT_", "numba_")
+_MARK_BYTES = 16  # of a digest at the end of a file
 
 
 def target_machine() -> Any:
@@ -90,11 +92,19 @@ class LoadedCode:
 
 
 def read_code(path: Path) -> bytes | None:
-    """The code in a file, or None where there is none (any more), or none to read."""
+    """The code in a file, or None where there is none (any more), none to read, or not what was written: a disk may
+    lose the end of a file when the power fails, and LLVM does not survive half an object.
+    """
     try:
-        return path.read_bytes()
+        found = path.read_bytes()
     except OSError:
         return None
+    code, mark = found[:-_MARK_BYTES], found[-_MARK_BYTES:]
+    return code if mark == _mark(code) else None
+
+
+def _mark(code: bytes) -> bytes:
+    return hashlib.blake2b(code, digest_size=_MARK_BYTES).digest()
 
 
 def write_code(path: Path, code: bytes) -> None:
@@ -103,7 +113,7 @@ def write_code(path: Path, code: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(code)
+            file.write(code + _mark(code))
         os.replace(temporary, path)
     except OSError:
         os.unlink(temporary)

@@ -8,6 +8,7 @@ torch computes with.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -96,8 +97,11 @@ def pin_threads() -> tuple[int, ...]:
     if sys.platform != "linux" or pool.parallel == 0:
         raise ConfigError("pin_threads needs Linux and torch's OpenMP threads; leave it out")
     # Of all threads: one that was pinned before says nothing of what the process may use.
-    threads = [int(name) for name in os.listdir("/proc/self/task")]
-    allowed = sorted({core for thread in threads for core in os.sched_getaffinity(thread)})
+    usable: set[int] = set()
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # a thread may end meanwhile
+            usable |= os.sched_getaffinity(int(name))
+    allowed = sorted(usable)
     if len(allowed) < pool.num_threads:
         raise ConfigError(
             f"pin_threads needs a core for each of {pool.num_threads} threads, and this process may use "
