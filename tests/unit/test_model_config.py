@@ -179,7 +179,6 @@ def test_more_positions_than_the_model_has_are_refused() -> None:
 @pytest.mark.parametrize(
     ("architecture", "default"),
     [
-        ("MixtralForCausalLM", True),
         ("Qwen2MoeForCausalLM", False),
         ("Qwen3MoeForCausalLM", False),
         ("OlmoeForCausalLM", False),
@@ -203,6 +202,14 @@ def test_custom_routers_never_renormalise(architecture: str) -> None:
     assert moe is not None
     assert moe.custom is not None
     assert not moe.renormalize
+
+
+@pytest.mark.parametrize("key", [{}, {"norm_topk_prob": True}, {"norm_topk_prob": False}])
+def test_mixtral_always_renormalises(key: dict[str, bool]) -> None:
+    """transformers' Mixtral reads no such key."""
+    moe = parse_config(config_of("MixtralForCausalLM", **key)).moe
+    assert moe is not None
+    assert moe.renormalize
 
 
 def test_eos_is_the_union_of_all_sources(tmp_path: Path) -> None:

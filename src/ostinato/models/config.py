@@ -215,8 +215,8 @@ def _moe(family: Family, text: RawConfig) -> MoEConfig:
     top_k = text.size("num_experts_per_tok")
     if top_k > num_experts:
         raise text.error(f"num_experts_per_tok {top_k} is more than the {num_experts} experts")
-    renormalize = False
-    if router.norm_topk_prob is not None:
+    renormalize = router.norm_topk_prob == "always"
+    if isinstance(router.norm_topk_prob, bool):
         renormalize = text.flag("norm_topk_prob", default=router.norm_topk_prob)
     if router.custom == "phimoe" and text.number("router_jitter_noise", 0.01) != 0.01:
         raise text.error("router_jitter_noise other than 0.01 is not supported by the PhiMoE router")

@@ -182,7 +182,7 @@ class EngineClient:
         if reply.open_ids:
             if self._process is not None:
                 self._process.send(Abort(sorted(reply.open_ids)))
-            self._metrics.finished("abort", len(reply.open_ids))
+            self._metrics.finished("abort", reply.num_sequences - reply.num_ended)
         for name in reply.request_ids:
             self._replies.pop(name, None)
 

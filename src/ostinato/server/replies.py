@@ -28,6 +28,7 @@ class Reply:
         self.request_ids = request_ids
         self.num_sequences = num_sequences
         self.open_ids = set(request_ids)
+        self.num_ended = 0  # sequences that came to their own end
         self.created = time.time()
         self.started = time.perf_counter()
         self.last_news: dict[tuple[str, int], float] = {}
@@ -47,6 +48,7 @@ class Reply:
     def put(self, delta: SequenceDelta) -> None:
         """Add news; `wake` tells the reader."""
         self._pending.append((self._places[delta.request_id], delta))
+        self.num_ended += delta.finish_reason is not None
         if delta.done:
             self.open_ids.discard(delta.request_id)
 

@@ -90,7 +90,7 @@ MIXTRAL = Family(
     ),
     window="all",
     sparse="all",
-    router=RouterTable(norm_topk_prob=True),
+    router=RouterTable(norm_topk_prob="always"),
     defaults=MappingProxyType(
         {
             "rms_norm_eps": 1e-5,

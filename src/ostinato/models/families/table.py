@@ -54,14 +54,13 @@ class RouterTable:
     """How a family routes.
 
     custom: a `custom_routing_function` of `moe/custom.py` by name; None is a softmax over all experts, then
-    top-k. norm_topk_prob: the default where `config.json` has no such key (families differ), or None where
-    the family's
-        router never renormalises and the key means nothing.
+    top-k. norm_topk_prob: the default where `config.json` has no such key (families differ), or "always" or None
+        where the family's router always or never renormalises and the key means nothing.
     weights_on_input: the routing weight scales an expert's input, not its output.
     """
 
     custom: Literal["llama4", "phimoe"] | None = None
-    norm_topk_prob: bool | None = None
+    norm_topk_prob: bool | Literal["always"] | None = None
     weights_on_input: bool = False
 
 
