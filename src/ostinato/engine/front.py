@@ -326,7 +326,9 @@ class FrontEngine(Engine):
 
 
 def merged_stats(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Statistics of all data-parallel groups as those of one engine: counts are added, the rest is the first one's."""
+    """Statistics of all data-parallel groups as those of one engine: counts are added, rows among them, the rest is the
+    first one's: steps, which groups may take together.
+    """
     first = dict(groups[0])
     for key in ("tokens", "scheduler"):
         named = {name: value for one in reversed(groups) for name, value in one[key].items()}
@@ -339,8 +341,21 @@ def merged_stats(groups: list[dict[str, Any]]) -> dict[str, Any]:
     for kind, stats in first["graph"].items():
         for name in ("checked", "mismatches"):
             stats[name] = max(one["graph"][kind][name] for one in groups)
+        for name in ("real_rows", "pad_rows"):
+            stats[name] = sum(one["graph"][kind][name] for one in groups)
+        stats["keys"] = _with_rows_of_all([one["graph"][kind]["keys"] for one in groups])
         stats["quarantined"] = sorted({key for one in groups for key in one["graph"][kind]["quarantined"]})
     loads = [one["expert_load"] for one in groups]
     if loads[0] is not None:
         first["expert_load"] = torch.tensor(loads).sum(0).tolist()
     return first
+
+
+def _with_rows_of_all(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each key as the first group that has it counted it, with the rows of all."""
+    named = {key: counts for keys in reversed(groups) for key, counts in keys.items()}
+    rows = ("real_rows", "pad_rows")
+    return {
+        key: counts | {name: sum(keys[key][name] for keys in groups if key in keys) for name in rows}
+        for key, counts in sorted(named.items())
+    }
