@@ -346,9 +346,7 @@ _COMBINATIONS: tuple[_Refused, ...] = (
 def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Engine options that the environment sets: OSTINATO_MODEL, OSTINATO_THREADS, NO_PROGRESS."""
     env = os.environ if environ is None else environ
-    options: dict[str, Any] = {}
-    if env.get("OSTINATO_MODEL"):
-        options["model"] = env["OSTINATO_MODEL"]
+    options: dict[str, Any] = {"model": env["OSTINATO_MODEL"]} if env.get("OSTINATO_MODEL") else {}
     if env.get("OSTINATO_THREADS"):
         options["threads"] = threads = whole_number(env["OSTINATO_THREADS"])
         if not threads:
@@ -362,11 +360,14 @@ def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRank:
-    """This process among those that torchrun started: its rank, their number, and the address they meet at."""
+    """This process among those that torchrun started: its rank, their number, the address they meet at, and how many of
+    them are on this machine.
+    """
 
     rank: int
     size: int
     address: str
+    local_size: int = 1
 
 
 def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | None:
@@ -380,7 +381,8 @@ def launched_rank(environ: Mapping[str, str] | None = None) -> LaunchedRank | No
             f"RANK {env['RANK']!r} and WORLD_SIZE {env['WORLD_SIZE']!r} are no rank among ranks as torchrun sets them; "
             "start the processes with it, or unset both"
         )
-    return LaunchedRank(rank, size, env["MASTER_ADDR"]) if size > 1 else None
+    local = whole_number(env.get("LOCAL_WORLD_SIZE", "1")) or 1
+    return LaunchedRank(rank, size, env["MASTER_ADDR"], local) if size > 1 else None
 
 
 def triton_is_interpreted(environ: Mapping[str, str] | None = None) -> bool:

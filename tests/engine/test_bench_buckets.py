@@ -123,7 +123,8 @@ def test_from_a_server() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("--tp", "2"), ("--graph-memory", "much"), ("--graph-memory", "1GiB", "--rows")]
+    "args",
+    [("--tp", "2"), ("--graph", "eager"), ("--graph-memory", "much"), ("--graph-memory", "1GiB", "--rows")],
 )
 def test_what_cannot_be_measured_is_refused(args: tuple[str, ...]) -> None:
     assert CliRunner().invoke(app, ["bench", "buckets", *args]).exit_code == 2
@@ -149,3 +150,13 @@ def test_a_limit_of_memory_limits_the_list() -> None:
     one = bench(*args)["decode"]["costs"]["graph_bytes"]
     limited = bench(*args, "--graph-memory", str(2 * one + one // 2))
     assert len(limited["decode"]["planned"]["sizes"]) <= 2
+
+
+def test_graphs_cost_something_however_the_engine_captures(tmp_path: Path) -> None:
+    """What is captured at start is captured anew to be measured; else it would be steps without graphs that are."""
+    path = tmp_path / "stats.json"
+    path.write_text(json.dumps({"graph": SIZES}))
+    small = ["--context-length", "64", "--max-running-requests", "2", "--threads", "1"]
+    made = bench("--from", str(path), "--capture", "startup", *small)
+    assert made["decode"]["costs"]["graph"] > 0
+    assert made["decode"]["costs"]["eager"] > 0

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ostinato import LLM, ConfigError, EngineConfig, SamplingParams
+from ostinato.engine.rerun import rerun
 from ostinato.engine.shadow import CheckOptions, StepChecks
+from ostinato.engine.trace import read_trace
 from ostinato.graphs import Tape, TapeBackend
 from ostinato.padding import GraphKey, StepMode, StepShape
 
@@ -97,6 +99,31 @@ def test_prefill_steps_are_checked(make_llm: Any, tmp_path: Path) -> None:
     assert stats["checked"] == 1
 
 
+@pytest.mark.parametrize("memory", ["k", "v"])
+def test_a_chunk_that_gives_nothing_is_checked_by_its_kv(
+    make_llm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    """All that a prompt's chunks before its last one leave are keys and values, which every later step reads."""
+    options = {"chunked_prefill_size": 32, "enable_prefix_caching": False, "prefill_graph": "full"}
+    llm = make_llm(shadow_rate=1.0, trace_dir=str(tmp_path), **options)
+    prompt = [list(range(5, 75))]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    want = [llm.generate(prompt, params)[0].outputs[0].token_ids for _ in range(3)][-1]
+    worker = llm.engine.worker
+    assert worker.prefill.stats.mismatches == 0
+    (key,) = [key for key in worker.prefill.captured if key.size == 32]
+    pages = getattr(worker.pool, memory)[0]
+    tamper(worker.prefill.graph(key), lambda: pages[worker.pool.page_size :].add_(1))
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == want
+    assert worker.prefill.stats.mismatches == 1
+    assert f"{memory} of layer 0 in the step's page 0 differ" in capsys.readouterr().err
+    (trace,) = tmp_path.glob("*.trace")
+    result = rerun(read_trace(trace), None, lambda *args: None)
+    assert result.same("eager", "expected")
+    assert result.same("replayed", "expected")
+    assert f"{memory} of layer 0" in result.cell("replayed", "seen")
+
+
 def test_checked_steps_count_once(make_llm: Any, tmp_path: Path) -> None:
     """Neither expert load nor rows are counted twice, and nothing is checked unless asked for."""
     plain, checked = make_llm(), make_llm(shadow_rate=1.0, trace_dir=str(tmp_path))
@@ -121,6 +148,7 @@ def test_which_steps_are_due_follows_from_their_number() -> None:
         backend = TapeBackend()
 
     runner: Any = Ready()
+    no_pool: Any = None  # nothing is run
     four = StepShape(StepMode.DECODE, (3,), 3, 4, 4)
     two, eager = (
         StepShape(StepMode.DECODE, (2,), 2, 2, 2),
@@ -128,7 +156,7 @@ def test_which_steps_are_due_follows_from_their_number() -> None:
     )
 
     def due(rate: float, shape: StepShape = four) -> list[bool]:
-        checks = StepChecks(CheckOptions(rate), lambda found: (), None)
+        checks = StepChecks(CheckOptions(rate), lambda found: (), None, no_pool)
         return [checks.due(runner, shape) for _ in range(4000)]
 
     assert due(0.05) == due(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def test_small_gains_change_nothing_and_the_past_fades() -> None:
         planner.plan(rules)
     assert planner.plan(rules) == rules, "what was seen is long ago"
     assert planner.plans == 13
+
+
+def test_a_list_with_a_graph_out_of_use_stays() -> None:
+    """The bucket of a graph that was wrong has been met, and so seems to cost nothing; all would move into it."""
+    rules, planner = RULES, Replanner(GPU, every=1)
+    for _ in range(8):
+        planner.note(decode(3), rules)
+        planner.note(extend(40), rules)
+    for decode_fails, extend_fails in ((True, True), (True, False), (False, True)):
+        again = copy.deepcopy(planner)
+        found = again.plan(rules, decode_fails=decode_fails, extend_fails=extend_fails)
+        assert (found.decode == rules.decode) == decode_fails
+        assert (found.extend == rules.extend) == extend_fails
 
 
 def play(llm: Any) -> Any:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from ostinato import LLM, SamplingParams
 from ostinato.cli import app
 from ostinato.engine.rerun import rerun
-from ostinato.engine.trace import MAX_TRACES, read_trace
+from ostinato.engine.trace import MAX_TRACES, checkpoint_identity, read_trace
 from ostinato.errors import ConfigError, TraceError
 from ostinato.graphs import Tape
 from ostinato.padding import GraphKey
@@ -90,7 +90,7 @@ def changed(path: Path, to: Path, change: Callable[[dict[str, Any], dict[str, An
     [
         (lambda h, t: h["parallel"].update(tp=2), "ran on 2 ranks"),
         (lambda h, t: h.update(left_out="9 MiB of KV pages"), "lacks 9 MiB"),
-        (lambda h, t: h.update(format=9), "no replay trace of format 2"),
+        (lambda h, t: h.update(format=9), "no replay trace of format 3"),
         (lambda h, t: h.pop("kernels"), "lacks kernels"),
         (lambda h, t: h["kernels"].update(ops="numba.other"), "recorded with ops 'numba.other'"),
         (lambda h, t: h["model"].update(identity="0" * 64), "another checkpoint"),
@@ -145,3 +145,16 @@ def test_a_directory_never_gets_too_many(recorded: Path, tmp_path: Path, make_ll
     make_llm(trace_dir=str(tmp_path), shadow_rate=0.1)
     with pytest.raises(ConfigError, match=f"holds {MAX_TRACES} traces, as many as it may"):
         make_llm(trace_dir=str(tmp_path), trace_steps=3)
+
+
+def test_other_weights_are_another_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """A model trained on and saved in the same place has files of the same names, sizes and headers."""
+    source = checkpoint("llama")
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    assert checkpoint_identity(tmp_path) == checkpoint_identity(source)
+    (file,) = tmp_path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    content[begin:] = bytes(value ^ 1 for value in content[begin:])
+    file.write_bytes(content)
+    assert checkpoint_identity(tmp_path) != checkpoint_identity(source)

@@ -143,6 +143,42 @@ def test_a_schema_that_never_ends(server: Server) -> None:
     assert answer.status_code in (200, 400)
 
 
+@pytest.mark.parametrize("choice", ["required", "go", "stay"])
+def test_parameters_may_refer_to_definitions(tools: openai.OpenAI, choice: str) -> None:
+    """As Pydantic and zod write them; those of another tool may have the same name, and a schema may hold itself."""
+
+    def tool(name: str, way: str) -> dict[str, Any]:
+        place = {"enum": [{"$ref": way}]} if way == "#north" else {"const": way}
+        parameters = {
+            "$defs": {"Way": place, "End": {"type": "null"}},
+            "type": "object",
+            "properties": {
+                "way": {"$ref": "#/$defs/Way"},
+                "then": {"anyOf": [{"$ref": "#/$defs/End"}, {"$ref": "#"}]},
+            },
+            "required": ["way", "then"],
+            "additionalProperties": False,
+        }
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    ways = {"go": {"$ref": "#north"}, "stay": "here"}
+    asked: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    answer = tools.chat.completions.create(
+        model="demo",
+        messages=MESSAGES,
+        max_tokens=120,
+        tools=[tool("go", "#north"), tool("stay", "here")],
+        tool_choice=asked,
+        seed=5,
+    )
+    (call,) = answer.choices[0].message.tool_calls[:1]
+    assert choice in ("required", call.function.name)
+    arguments = json.loads(call.function.arguments)
+    while arguments is not None:
+        assert arguments["way"] == ways[call.function.name]
+        arguments = arguments["then"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_forced_calls(tools: openai.OpenAI, choice: Any, stream: bool) -> None:

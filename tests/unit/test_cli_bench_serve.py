@@ -83,6 +83,25 @@ def test_a_run_ends_with_json(server: tuple[str, list[dict[str, Any]]], tmp_path
     assert "6 completed, 0 failed" in text
 
 
+def test_a_file_warms_up_with_lines_of_its_own(
+    server: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """A server that caches prefixes would answer those that it has met too soon; how many there are is told."""
+    file = tmp_path / "requests.jsonl"
+    file.write_text("".join(f'{{"prompt": "number {n}"}}\n' for n in range(5)))
+    url, bodies = server
+    for more, asked, repeated in (
+        (["--warmup", "2"], [0, 1, 2, 3, 4], 0),
+        (["--warmup", "2", "--num-requests", "5"], [0, 1, 2, 3, 4, 2, 3], 2),
+        (["--warmup", "6"], [0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4], 5),
+    ):
+        bodies.clear()
+        code, text, _ = run(url, "--dataset", str(file), "--concurrency", "1", *more)
+        assert code == 0
+        assert [int(body["prompt"].split()[1]) for body in bodies] == asked
+        assert json.loads(text.splitlines()[-1])["repeated_prompts"] == repeated
+
+
 def test_the_key_is_the_options_or_the_environments(
     server: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_config_does_not_import_torch() -> None:
 def test_ranks_that_torchrun_starts() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
     assert launched_rank(env) == LaunchedRank(1, 4, "10.0.0.7")
+    assert launched_rank(env | {"LOCAL_WORLD_SIZE": "2"}) == LaunchedRank(1, 4, "10.0.0.7", 2)
     assert launched_rank(env | {"WORLD_SIZE": "1"}) is None
     assert launched_rank({}) is None
     assert launched_rank({name: value for name, value in env.items() if name != "MASTER_PORT"}) is None

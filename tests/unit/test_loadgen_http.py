@@ -179,7 +179,7 @@ def test_the_body_and_the_key_are_sent() -> None:
     async def main() -> None:
         async with server.running(key="k") as client:
             await client.run(Job({"prompt": "x", "max_tokens": 3}))
-            await client.run(Job({"messages": [], "stream_options": {}}, chat=True))
+            await client.run(Job({"messages": [], "stream_options": {}, "stream": False}, chat=True))
 
     virtually(main)
     assert server.paths == ["/v1/completions", "/v1/chat/completions"]
@@ -187,6 +187,7 @@ def test_the_body_and_the_key_are_sent() -> None:
     streaming = {"model": "fake", "stream": True, "stream_options": {"include_usage": True}}
     assert server.bodies[0] == streaming | {"prompt": "x", "max_tokens": 3}
     assert server.bodies[1]["stream_options"] == {}, "a job's own fields win"
+    assert server.bodies[1]["stream"], "but for what is measured: a recorded answer came in one piece"
 
 
 @pytest.mark.parametrize(

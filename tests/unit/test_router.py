@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ostinato.engine.router import Router, RouterOptions
 
 SHORT = RouterOptions(prefix_tokens=4, hot=2, slack=50)
@@ -55,3 +57,18 @@ def test_memory_of_prefixes_is_bounded() -> None:
     for i in range(10):
         router.route(f"r{i}", [i, i])
     assert len(router._prefixes) == 3
+
+
+@pytest.mark.parametrize("tokens", [40, 4])
+def test_a_group_with_room_goes_before_one_where_requests_wait(tokens: int) -> None:
+    """Whatever draws to the other: a prefix that all of them have, or fewer tokens beside one long request."""
+    router = Router(2, most=8)
+    if tokens == 4:
+        assert router.route("long", [9] * 5000) == 0
+    places = [router.route(f"r{i}", [*[7] * (tokens - 1), i]) for i in range(16 if tokens == 40 else 15)]
+    counts = [places.count(group) + (tokens == 4 and group == 0) for group in range(2)]
+    assert counts == [8, 8]
+    if tokens == 40:
+        assert set(places[3:8]) == {places[2]}, "drawn while there is room"
+    router.finish("r0")
+    assert router.route("next", [1]) == places[0]

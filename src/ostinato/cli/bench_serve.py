@@ -136,8 +136,7 @@ def bench_serve(
         jobs = list(RandomJobs(count, *lengths, seed, shared, prefix_len, ids, chat, ignore_eos, fields))
         warm, jobs = jobs[:warmup], jobs[warmup:]  # other prompts, or the first ones would be prefix hits
     elif dataset.endswith(".jsonl"):
-        jobs = read_jobs(Path(dataset), num_requests, extra=fields)
-        warm = jobs[:warmup]
+        warm, jobs = _from_file(Path(dataset), num_requests, warmup, fields)
     else:
         raise ConfigError(f"there is no dataset {dataset!r}; choose random, shared-prefix, or a .jsonl file")
     load = Load(warm, jobs, rate, concurrency or DEFAULT_CONCURRENCY, seed)
@@ -145,11 +144,28 @@ def bench_serve(
     name, outcomes = asyncio.run(send(Target(url, model, key, timeout), load))
     options = {"version": __version__, "url": url, "model": name, "dataset": dataset, "rate": rate}
     options |= {"concurrency": None if rate is not None else load.concurrency, "seed": seed}
-    result = options | summarise(outcomes, limits)
+    result = options | {"repeated_prompts": _repeated(load)} | summarise(outcomes, limits)
     _show(result)
     _write(result, outcomes, out, plot)
     print(json.dumps(result))
     return 0 if result["completed"] else 1
+
+
+def _from_file(
+    path: Path, count: int | None, warmup: int, extra: dict[str, Any]
+) -> tuple[list[Job], list[Job]]:
+    """Jobs to warm up with, the first of the file, and those behind them; where it holds no more, the same again."""
+    lines = read_jobs(path, None, extra=extra)
+    warm = [lines[number % len(lines)] for number in range(warmup)]
+    rest = lines[warmup:] or lines
+    return warm, rest if count is None else [rest[number % len(rest)] for number in range(count)]
+
+
+def _repeated(load: Load) -> int:
+    """Measured requests that were sent before: a server with a prefix cache answers them sooner."""
+    texts = [json.dumps(dict(job.body), sort_keys=True) for job in (*load.warmup, *load.jobs)]
+    first = {text: number for number, text in reversed([*enumerate(texts)])}
+    return sum(first[text] < number for number, text in enumerate(texts) if number >= len(load.warmup))
 
 
 def _ids(text: str | None, chat: bool) -> Span | None:

@@ -66,11 +66,7 @@ def bench_buckets(
     engine: dict[str, Any],
 ) -> None:
     """Plan bucket lists for the steps of a workload. The last line of the output is JSON."""
-    config = EngineConfig.of(model=model, **engine)
-    if (config.tp_size or 1) > 1 or config.dp_size > 1:
-        raise ConfigError(
-            "bench buckets measures one process; leave out tp and dp, and read a server with --from URL"
-        )
+    config = _config(EngineConfig.of(model=model, **engine), measured=not rows)
     budget = _budget(max_graphs, graph_memory, capture_seconds, measured=not rows)
     from ostinato.graphs.planner import Costs
 
@@ -134,6 +130,19 @@ def rules_for(config: EngineConfig, sizes: Sizes, lists: Lists) -> ShapeRules:
     rows = max([config.chunked_prefill_size or config.max_prefill_tokens, *sizes["prefill"]])
     decode = decode_buckets(bs, sizes=lists.get("decode") or config.decode_buckets)
     return ShapeRules(decode, prefill_buckets(rows, sizes=lists.get("prefill") or config.prefill_buckets))
+
+
+def _config(config: EngineConfig, *, measured: bool) -> EngineConfig:
+    """The options to measure with. Raises ConfigError for those that cannot be measured."""
+    if (config.tp_size or 1) > 1 or config.dp_size > 1:
+        raise ConfigError(
+            "bench buckets measures one process; leave out tp and dp, and read a server with --from URL"
+        )
+    if config.graph == "eager" and measured:
+        raise ConfigError(
+            "graph 'eager' has no graphs whose cost could be measured; choose another, or --rows"
+        )
+    return config.replace(capture="lazy")  # what a capture costs is seen where graphs are captured at use
 
 
 def read_sizes(source: str) -> tuple[Sizes, Lists]:

@@ -5,6 +5,7 @@ Must not import the server or the engine before the arguments were found good.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -40,6 +41,9 @@ def serve(
         **server,
     )
     launched = launched_rank()
+    if launched is not None:
+        # An engine started anew could not meet ranks that outlived the last one; torchrun starts all of them again.
+        options = replace(options, max_restarts=0)
     if launched is not None and launched.rank:
         # One rank listens; the others serve it, and end here with it.
         from ostinato.engine.llm import LLM

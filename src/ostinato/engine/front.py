@@ -56,7 +56,7 @@ def open_engine(config: EngineConfig, report: Report, program: RankProgram | Non
     if topology.tp == 1:
         return Engine(config, report, program=program)
     check_layout(config, read_config(locate_model(config.model)), topology)
-    shared = config.replace(threads=own_threads(config, topology, os.cpu_count() or 1))
+    shared = config.replace(threads=own_threads(config, topology.tp, os.cpu_count() or 1))
     processes = RankProcesses(topology, shared, RANK_MODULE if program is None else program.module)
     try:
         watchdog = Watchdog(float(config.rank_timeout), processes.check)
@@ -84,6 +84,11 @@ def _open_launched(
         raise ConfigError(
             f"torchrun started {launched.size} ranks, tp is {topology.tp}; start as many, or leave tp out"
         )
+    if config.pin_threads and launched.local_size > 1:
+        raise ConfigError(
+            f"pin_threads would put all {launched.local_size} ranks of this machine on the same cores; leave it out"
+        )
+    config = config.replace(threads=own_threads(config, launched.local_size, os.cpu_count() or 1))
     store, _, _ = next(rendezvous("env://"))
     watchdog = Watchdog(float(config.rank_timeout))
     local = launched.address in ("127.0.0.1", "localhost", "::1")
@@ -117,7 +122,7 @@ class FrontEngine(Engine):
         super().__init__(config, report, world, program)
         self._processes = processes
         self._courier = Courier(world.control)
-        self.router = Router(world.topology.dp)
+        self.router = Router(world.topology.dp, most=self.worker.options.max_bs)
         self._next = Round("step")
         self._queued: dict[str, Request] = {}  # of the own group, not yet in this engine
         self._remote: dict[str, RemoteRequest] = {}

@@ -146,6 +146,7 @@ def launch(config: EngineConfig, report: Report, world: World | None = None) -> 
     ):
         worker = _worker(config, directory, model_config, sizes, pool, report, plan)
     if config.capture == "startup" and worker.decode.backend.captures:
+        world.control.barrier()  # who loads long is waited for here; captures do not wait as patiently
         worker.capture(report)
     passes = _passes(config, sizes, worker.coordinator)
     together = worker.coordinator.rules.extend_gather

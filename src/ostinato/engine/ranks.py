@@ -115,9 +115,9 @@ def _how(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name}"
 
 
-def own_threads(config: EngineConfig, topology: Topology, cores: int) -> int:
-    """CPU threads of one rank: as asked, else its share of the machine's cores."""
-    return config.threads or max(cores // topology.tp, 1)
+def own_threads(config: EngineConfig, ranks: int, cores: int) -> int:
+    """CPU threads of one of so many ranks of a machine: as asked, else its share of the cores."""
+    return config.threads or max(cores // ranks, 1)
 
 
 def meet(topology: Topology, store: Store, config: EngineConfig, watchdog: Watchdog) -> World:

@@ -67,12 +67,21 @@ class Replanner:
         self._steps += 1
         self.due = self.due or self._steps % self.every == 0
 
-    def plan(self, rules: ShapeRules) -> ShapeRules:
-        """The rules with the lists that serve what was seen best, or as they are where that gains little."""
+    def plan(
+        self, rules: ShapeRules, *, decode_fails: bool = False, extend_fails: bool = False
+    ) -> ShapeRules:
+        """The rules with the lists that serve what was seen best, or as they are where that gains little.
+
+        decode_fails, extend_fails: a graph of the kind is out of use, as its replays were wrong. Its bucket is met, but
+        serves nothing: a plan could move everything into it, so the list stays as it is.
+        """
         self.due = False
         self.plans += 1
-        decode = self._better(rules.decode, False, rules.attn_tp_size, None)
-        extend = self._better(rules.extend, True, rules.attn_tp_size, rules.max_pad_factor)
+        decode, extend = rules.decode, rules.extend
+        if not decode_fails:
+            decode = self._better(decode, False, rules.attn_tp_size, None)
+        if not extend_fails:
+            extend = self._better(extend, True, rules.attn_tp_size, rules.max_pad_factor)
         for seen in self._seen.values():  # what was long ago counts less and less
             for size in list(seen):
                 seen[size] //= 2

@@ -19,7 +19,7 @@ from ostinato.config import EngineConfig
 from ostinato.engine.batch import ForwardBatch, capture_batch, decode_batch, extend_batch
 from ostinato.engine.engine import Engine
 from ostinato.engine.progress import Report
-from ostinato.engine.shadow import Named, real_outputs, told
+from ostinato.engine.shadow import Named, real_outputs, told, written_pages
 from ostinato.engine.trace import EXTEND_FIELDS, Trace, checkpoint_identity
 from ostinato.engine.worker import Worker
 from ostinato.errors import TraceError
@@ -101,10 +101,14 @@ def rerun(
 def _run(worker: Worker, shape: StepShape, batch: ForwardBatch) -> dict[str, Named]:
     extends, rows = shape.mode.is_extend, shape.raw_num_tokens
     runner, tokens = (worker.prefill, None) if extends else (worker.decode, worker.chosen)
-    eager = real_outputs(runner.again(shape, batch), tokens, rows)
+
+    def given(outputs: torch.Tensor) -> Named:
+        return real_outputs(outputs, tokens, rows) | written_pages(worker.pool, batch)
+
+    eager = given(runner.again(shape, batch))
     # On a step of dummies, as a server captures ahead of time: what a capture freezes of its inputs must not matter.
     runner.capture([shape], capture_batch)
-    return {"eager": eager, "replayed": real_outputs(runner.run(shape, batch), tokens, rows)}
+    return {"eager": eager, "replayed": given(runner.run(shape, batch))}
 
 
 def _check_layout(trace: Trace) -> None:

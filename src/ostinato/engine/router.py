@@ -31,10 +31,14 @@ class _Prefix:
 
 
 class Router:
-    """Chooses among `dp` groups. Call `finish` when a request has ended."""
+    """Chooses among `dp` groups. Call `finish` when a request has ended. most: requests that run in a group at once; in
+    one that has them others wait, while another may have room.
+    """
 
-    def __init__(self, dp: int, options: RouterOptions | None = None) -> None:
+    def __init__(self, dp: int, options: RouterOptions | None = None, *, most: int | None = None) -> None:
         self.options = options or RouterOptions()
+        self._most = most
+        self._requests = [0] * dp
         self._tokens = [0] * dp
         self._open: dict[str, tuple[int, int]] = {}
         self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], _Prefix] = OrderedDict()
@@ -42,14 +46,14 @@ class Router:
 
     def route(self, request_id: str, prompt: Sequence[int], extra_key: str = "") -> int:
         """The group for a request; its prompt counts as that group's load from now on."""
-        least = min(range(len(self._tokens)), key=lambda d: (self._tokens[d], d))
+        least = min(range(len(self._tokens)), key=lambda d: (self._excess(d), self._tokens[d], d))
         key = (extra_key, tuple(prompt[: self.options.prefix_tokens]))
         seen = self._prefixes.get(key)
         chosen = least
         if seen is not None and len(prompt) > self.options.prefix_tokens:
             seen.times += 1
             near = self._tokens[seen.dp_rank] - self._tokens[least] <= self.options.slack
-            if seen.times > self.options.hot and near:
+            if seen.times > self.options.hot and near and self._excess(seen.dp_rank) <= self._excess(least):
                 chosen = seen.dp_rank
         self.counts["prefix" if chosen != least else "least_loaded"] += 1
         if seen is None:
@@ -61,7 +65,12 @@ class Router:
             self._prefixes.popitem(last=False)
         self._open[request_id] = (chosen, len(prompt))
         self._tokens[chosen] += len(prompt)
+        self._requests[chosen] += 1
         return chosen
+
+    def _excess(self, dp_rank: int) -> int:
+        """How many of a group's requests would have to wait with one more."""
+        return 0 if self._most is None else max(self._requests[dp_rank] + 1 - self._most, 0)
 
     def held(self, request_id: str) -> int:
         """KV tokens of an open request, as far as this router was told."""
@@ -77,6 +86,7 @@ class Router:
         """Its tokens are nobody's load any more."""
         dp_rank, held = self._open.pop(request_id)
         self._tokens[dp_rank] -= held
+        self._requests[dp_rank] -= 1
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from ostinato.engine.batch import ForwardBatch
 from ostinato.graphs import GraphRunner
 from ostinato.graphs.audit import Difference, first_difference, snapshot
 from ostinato.graphs.stats import spell_key
+from ostinato.kv.pool import KVPool
 from ostinato.moe.load import ExpertLoad
 from ostinato.ops.choice import uniform
 from ostinato.padding import StepShape
@@ -35,8 +36,8 @@ Named = dict[str, torch.Tensor]
 class CheckedStep:
     """All that is known of a step that ran twice. Tensors are copies, of real rows only but for the inputs.
 
-    seen, expected: outputs of the graph and of the eager run, by name. read, filled: the static buffers [padded rows]
-    that each of them read.
+    seen, expected: outputs of the graph and of the eager run, by name, and the pages of KV that they wrote into.
+    read, filled: the static buffers [padded rows] that each of them read.
     """
 
     number: int
@@ -79,10 +80,12 @@ class StepChecks:
         options: CheckOptions,
         agree: Callable[[bool], tuple[int, ...]],
         load: ExpertLoad | None,
+        pool: KVPool,
         *,
         alone: bool = True,
     ) -> None:
         self.options = options
+        self._pool = pool
         self.steps = 0
         self._alone = alone
         self.traces: list[str] = []
@@ -119,9 +122,9 @@ class StepChecks:
         The eager outputs, which are also what `tokens` follow from afterwards. `batch`: the step as the host knows it.
         """
         rows = shape.raw_num_tokens
-        seen, read = real_outputs(outputs, tokens, rows), snapshot(runner.registry, shape)
+        seen, read = self._given(batch, outputs, tokens, rows), snapshot(runner.registry, shape)
         outputs = self._uncounted(runner, shape, batch)
-        expected, filled = real_outputs(outputs, tokens, rows), snapshot(runner.registry, shape)
+        expected, filled = self._given(batch, outputs, tokens, rows), snapshot(runner.registry, shape)
         found = first_difference(list(seen.values()), list(expected.values()))
         step = CheckedStep(self.steps, shape, batch, seen, expected, read, filled, found)
         wrong = self._agree(found is not None)
@@ -134,6 +137,11 @@ class StepChecks:
             if found is not None:
                 _tell(step, wrong, recorded)
         return outputs
+
+    def _given(
+        self, batch: ForwardBatch, outputs: torch.Tensor, tokens: torch.Tensor | None, rows: int
+    ) -> Named:
+        return real_outputs(outputs, tokens, rows) | written_pages(self._pool, batch)
 
     def take_wrong(self) -> bool:
         """Whether a graph turned out wrong since the last call, on any rank; which of its steps were is not known."""
@@ -174,6 +182,19 @@ def real_outputs(outputs: torch.Tensor, tokens: torch.Tensor | None, rows: int) 
     return named
 
 
+def written_pages(pool: KVPool, batch: ForwardBatch) -> Named:
+    """Copies of the pages of KV that a step writes into, by layer: what it leaves to the steps behind it. A chunk of a
+    prompt that wants no logits gives nothing else.
+    """
+    # In the order in which rows come to them, which is the same whatever the pages are called.
+    pages = list(dict.fromkeys((batch.out_cache_loc // pool.page_size).tolist()))
+    return {
+        f"{name}_pages.{layer}": memory.view(pool.num_pages, pool.page_size, *memory.shape[1:])[pages]
+        for layer, pair in enumerate(zip(pool.k, pool.v, strict=True))
+        for name, memory in zip(("k", "v"), pair, strict=True)
+    }
+
+
 def differing_inputs(step: CheckedStep) -> list[str]:
     """Which static inputs of the graph's run were not what the host knows of the step, in real rows, for people."""
     found = []
@@ -199,8 +220,10 @@ def where(step: CheckedStep) -> str:
 
 def told(difference: Difference, names: list[str]) -> str:
     """A difference between outputs of these names, for people."""
-    name = names[difference.tensor]
-    return f"{name} differ from row {difference.row} on, by {difference.max_abs:g} at most"
+    name, _, layer = names[difference.tensor].partition("_pages.")
+    what = f"{name} of layer {layer} in the step's page" if layer else f"{name} differ from row"
+    told = f"{what} {difference.row}" + (" differ" if layer else " on")
+    return f"{told}, by {difference.max_abs:g} at most"
 
 
 def _tell(step: CheckedStep, wrong: tuple[int, ...], recorded: str) -> None:

@@ -1,6 +1,7 @@
 """Replay traces: one step as a file, with all that is needed to run it again elsewhere.
 
-    tensors   batch.*: the host's rows   read.*, filled.*: the static buffers   seen.*, expected.*: outputs of both runs
+    tensors   batch.*: the host's rows   read.*, filled.*: the static buffers   seen.*, expected.*: outputs of both
+              runs, and the pages of KV that they wrote into
               page_table, k.N, v.N: the KV pages that the step reads, and only those, numbered anew from 1
     metadata  one JSON object: shape, key, model and its identity, engine options, kernels, versions, what differed
 
@@ -32,10 +33,11 @@ from ostinato.kv.pool import KVPool
 from ostinato.padding import StepMode, StepShape, align_up
 from ostinato.parallel.topology import Topology
 
-FORMAT = 2
+FORMAT = 3
 MAX_TRACES = 16
 MAX_TRACE_BYTES = 512 << 20
 _KEY = "ostinato"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, for the checkpoint's identity
 _HEADER = ("shape", "outputs", "model", "config", "parallel", "kernels", "versions", "left_out", "where")
 EXTEND_FIELDS = ("extend_seq_lens", "extend_prefix_lens", "logit_rows", "num_logit_rows")
 _BATCH_FIELDS = (
@@ -184,12 +186,17 @@ def read_trace(path: Path) -> Trace:
 
 
 def checkpoint_identity(directory: Path) -> str:
-    """A hash of the model's config and of names, sizes and headers of its weight files, not of the weights."""
+    """A hash of the model's config, of names, sizes and headers of its weight files, and of samples of the weights: a
+    model trained on, saved in the same place, is another one.
+    """
     found = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
-            length = struct.unpack("<Q", file.read(8))[0]
-            found.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(min(length, 1 << 24)))
+            length, size = struct.unpack("<Q", file.read(8))[0], path.stat().st_size
+            found.update(f"{path.name} {size} ".encode() + file.read(min(length, 1 << 24)))
+            for sample in range(_SAMPLES):
+                file.seek(8 + length + (size - 8 - length) * sample // _SAMPLES)
+                found.update(file.read(_SAMPLE_BYTES))
     return found.hexdigest()
 
 

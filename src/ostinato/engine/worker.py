@@ -107,7 +107,7 @@ class Worker:
         self.rebalancer = rebalancer
         self.options = options
         alone = self.coordinator.world.topology.tp == 1
-        self.checks = StepChecks(options.checks, self.coordinator.objectors, load, alone=alone)
+        self.checks = StepChecks(options.checks, self.coordinator.objectors, load, pool, alone=alone)
         self._attention = attention
         self._eager = EagerStream()
         self._chooser = Chooser(options.max_bs, model.ops, pool.device)
@@ -246,7 +246,10 @@ class Worker:
 
     def _replan(self, replanner: Replanner) -> None:
         """Between two steps: go on with other bucket lists, if it is time, and drop graphs of no use in them."""
-        rules = replanner.plan(self.rules) if replanner.due else self.rules
+        rules = self.rules
+        if replanner.due:
+            failed = [bool(runner.stats.quarantined) for runner in (self.decode, self.prefill)]
+            rules = replanner.plan(rules, decode_fails=failed[0], extend_fails=failed[1])
         if rules != self.rules:
             self.rules, self.coordinator = rules, replace(self.coordinator, rules=rules)
             self._held, self._held_shape = (), None

@@ -154,8 +154,9 @@ class Client:
 
     async def _stream(self, job: Job, outcome: Outcome) -> None:
         path = "/v1/chat/completions" if job.chat else "/v1/completions"
-        streaming = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
-        body: Mapping[str, Any] = streaming | dict(job.body)
+        options = {"model": self.model, "stream_options": {"include_usage": True}}
+        # Recorded bodies may say that they were not streamed; what is measured here is a stream.
+        body: Mapping[str, Any] = options | dict(job.body) | {"stream": True}
         async with self._session.post(self.url + path, json=body) as response:
             if response.status != 200:
                 raise _FailedError(f"HTTP {response.status}", _words(await response.read()))

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ostinato.text.stop import begun
 
 FORMATS = ("hermes", "llama3_json", "mistral")
+_VALUES = ("const", "enum", "default", "examples")  # keywords of a JSON schema whose parts are no schemas
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 
 
@@ -282,23 +283,24 @@ def forced_grammar(
     marks that are special tokens of the tokenizer, which a grammar has to name as such.
     """
     key = "parameters" if name == "llama3_json" else "arguments"
+    roots = {
+        f"tool{number}": tool.get("parameters") or {"type": "object"} for number, tool in enumerate(tools)
+    }
     schemas = [
         {
             "type": "object",
-            "properties": {
-                "name": {"const": tool["name"]},
-                key: tool.get("parameters") or {"type": "object"},
-            },
+            "properties": {"name": {"const": tool["name"]}, key: {"$ref": f"#/$defs/{root}"}},
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for tool in tools
+        for root, tool in zip(roots, tools, strict=True)
     ]
     call: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     if name == "mistral":
         call = {"type": "array", "items": call, "minItems": 1, **({} if parallel else {"maxItems": 1})}
-    body = f"call: %json {json.dumps(call | {'x-guidance': style})}\n"
+    definitions = {root: _moved(schema, root) for root, schema in roots.items()}
+    body = f"call: %json {json.dumps(call | {'$defs': definitions, 'x-guidance': style})}\n"
     if name == "llama3_json":
         return f"start: call\n{body}"
     opening = _token(_MISTRAL if name == "mistral" else _OPEN, special)
@@ -307,6 +309,18 @@ def forced_grammar(
     one = f'{opening} "\\n" call "\\n" {_token(_CLOSE, special)}'
     more = ' ("\\n" one)*' if parallel else ""
     return f"start: one{more}\none: {one}\n{body}"
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema for its place under the `$defs` of another: references within it start at its own root."""
+    if isinstance(schema, Mapping):
+        return {
+            name: f"#/$defs/{root}{part[1:]}"
+            if name == "$ref" and isinstance(part, str) and part.startswith("#")
+            else (part if name in _VALUES else _moved(part, root))
+            for name, part in schema.items()
+        }
+    return [_moved(part, root) for part in schema] if isinstance(schema, list) else schema
 
 
 def _token(mark: str, special: Mapping[str, int]) -> str:
