@@ -154,9 +154,10 @@ def test_parameters_may_refer_to_definitions(tools: openai.OpenAI, choice: str) 
             "type": "object",
             "properties": {
                 "way": {"$ref": "#/$defs/Way"},
+                "default": {"$ref": "#/$defs/Way"},
                 "then": {"anyOf": [{"$ref": "#/$defs/End"}, {"$ref": "#"}]},
             },
-            "required": ["way", "then"],
+            "required": ["way", "default", "then"],
             "additionalProperties": False,
         }
         return {"type": "function", "function": {"name": name, "parameters": parameters}}

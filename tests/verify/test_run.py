@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -136,7 +137,9 @@ def test_the_command_that_runs_it_again_is_one(tmp_path: Path) -> None:
     asked = ["--prompt", "it's", "--prompts", str(tmp_path / "own prompts")]
     words = shlex.split(again("model", engine, 7, "raw-count:1", asked)("reference", "prompt/0"))
     assert words[:2] == ["ostinato", "verify"]
-    options = {name for option in get_command(app).commands["verify"].params for name in option.opts}  # type: ignore[attr-defined]
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    options = {name for option in group.commands["verify"].params for name in option.opts}
     assert {word for word in words if word.startswith("--")} <= options
     assert [words[words.index(name) + 1] for name in ("--prompt", "--prompts", "--cp")] == [
         asked[1],

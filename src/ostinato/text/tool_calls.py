@@ -20,6 +20,7 @@ from ostinato.text.stop import begun
 
 FORMATS = ("hermes", "llama3_json", "mistral")
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a JSON schema whose parts are no schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # whose parts have names of any kind
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 
 
@@ -317,6 +318,8 @@ def _moved(schema: Any, root: str) -> Any:
         return {
             name: f"#/$defs/{root}{part[1:]}"
             if name == "$ref" and isinstance(part, str) and part.startswith("#")
+            else {key: _moved(one, root) for key, one in part.items()}
+            if name in _NAMED and isinstance(part, Mapping)
             else (part if name in _VALUES else _moved(part, root))
             for name, part in schema.items()
         }
