@@ -1,9 +1,9 @@
 """Scores and mixing of values where time is that of memory: pages are read in the order in which they lie.
 
 The twins of `score_rows` and `mix_rows` for few rows a KV head, as in decode: page by page, all its heads, so that
-the hardware's own prefetching sees one long run. (Prefetches beyond what memory delivers are dropped; asking for a
-whole block at the speed of arithmetic is therefore of little use.) Knows nothing of requests. Invariant: a row's
-arithmetic is that of the twins, bit for bit.
+the hardware's own prefetching sees one long run. (Prefetches beyond what memory delivers are dropped: asking for a
+whole block at the speed of arithmetic is of little use, and each part is asked for twice.) Knows nothing of
+requests. Invariant: a row's arithmetic is that of the twins, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ from ostinato.ops.cpu.lane_kinds import Kind, vectors_beside
 from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VI, Keep, Lanes, Value
 
 STREAM_ROWS = 6  # most rows of a KV head whose pages are streamed
-_AHEAD = 4  # parts of pages (of one head) that a stream is asked for ahead of use
+_AHEAD = (
+    4,
+    2,
+)  # parts of pages (of one head) that are asked for ahead of use, twice: an asking may be dropped
 
 
 def _stream(
     lanes: Lanes,
     args: tuple[Value, Value, Value, Value, Value],
     size: Value,
-    body: Callable[[int, Value, Value, Value, Value], None],
+    body: Callable[[int, Value, Value, Value, list[Value]], None],
 ) -> None:
     """`body(n, page, head, part, following)` for every page of [low, high) and every head, in the order of memory.
 
     `args` are (n, heads, pages, low, high). `part` is the address of the head's `size` bytes of the page, `following`
-    that of the part to ask memory for; the addresses behind `pages` go on with what is read after these pages.
+    those of the parts to ask memory for; the addresses behind `pages` go on with what is read after these pages.
     """
     n, heads, pages, low, high = args
     b = lanes.b
+
+    def ahead(page: Value, head: Value, parts: int) -> Value:
+        place = lanes.at(b.mul(page, heads), head, parts)
+        further = b.sdiv(place, heads)
+        address = lanes.load(lanes.at(pages, lanes.times(further, 8)), I64, 8)
+        return lanes.at(address, b.mul(b.sub(place, b.mul(further, heads)), size))
 
     def of_rows(count: int) -> None:
         def over_pages(k: Value) -> None:
@@ -38,11 +47,7 @@ def _stream(
 
             def over_heads(head: Value) -> None:
                 part = lanes.at(lanes.load(lanes.at(pages, lanes.times(page, 8)), I64, 8), b.mul(head, size))
-                place = lanes.at(b.mul(page, heads), head, _AHEAD)
-                further = b.sdiv(place, heads)
-                following = lanes.load(lanes.at(pages, lanes.times(further, 8)), I64, 8)
-                following = lanes.at(following, b.mul(b.sub(place, b.mul(further, heads)), size))
-                body(count, page, head, part, following)
+                body(count, page, head, part, [ahead(page, head, parts) for parts in _AHEAD])
 
             lanes.each(heads, over_heads)
 
@@ -59,13 +64,14 @@ def score_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     """
     rows, n, heads, pages, low, high, words, out = args
 
-    def body(count: int, page: Value, head: Value, part: Value, following: Value) -> None:
+    def body(count: int, page: Value, head: Value, part: Value, following: list[Value]) -> None:
         first = lanes.times(head, count)
         queries = [lanes.load(lanes.at(rows, lanes.times(first, 8), 8 * m), I64, 8) for m in range(count)]
 
         def step(word: Value, totals: list[Value]) -> list[Value]:
             across, along = lanes.times(word, 64), lanes.times(word, 4)
-            lanes.prefetch(lanes.at(following, across), Keep.SECOND)
+            for further in following:
+                lanes.prefetch(lanes.at(further, across), Keep.SECOND)
             loaded = [lanes.load(lanes.at(part, across), VI)]
             return multiply(
                 lanes, kind, totals, loaded, lambda m: lanes.load(lanes.at(queries[m], along), I32)
@@ -87,7 +93,7 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     words = PAGE * kind.value_bytes // 4
     b = lanes.b
 
-    def body(count: int, page: Value, head: Value, part: Value, following: Value) -> None:
+    def body(count: int, page: Value, head: Value, part: Value, following: list[Value]) -> None:
         rows = [lanes.at(lanes.times(head, count), m) for m in range(count)]
         is_first = b.icmp_signed("==", page, low)
         rescales = [lanes.load(lanes.at(state, lanes.times(row, STATE_BYTES), 128)) for row in rows]
@@ -111,8 +117,9 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
 
             def step(word: Value, sums: list[Value]) -> list[Value]:
                 down = lanes.at(offset, b.mul(word, v_stride))
-                for j in range(vectors):
-                    lanes.prefetch(lanes.at(following, down, 64 * j), Keep.SECOND)
+                for further in following:
+                    for j in range(vectors):
+                        lanes.prefetch(lanes.at(further, down, 64 * j), Keep.SECOND)
                 places = [lanes.at(part, down, 64 * j) for j in range(vectors)]
                 loaded = [lanes.load(place, VI) for place in places[: vectors - (tail is not None)]]
                 if tail is not None:
