@@ -15,10 +15,8 @@ from ostinato.ops.cpu.lane_kinds import Kind, vectors_beside
 from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VI, Keep, Lanes, Value
 
 STREAM_ROWS = 6  # most rows of a KV head whose pages are streamed
-_AHEAD = (
-    4,
-    2,
-)  # parts of pages (of one head) that are asked for ahead of use, twice: an asking may be dropped
+# Parts of pages (of one head) by which a stream is asked for ahead of use: twice, since an asking may be dropped.
+_AHEAD = (4, 2)
 
 
 def _stream(
