@@ -45,18 +45,20 @@ def test_a_panel_that_one_row_reads_is_asked_for_once(emitter: type[TileEmitter]
     assert {place for places in blocks for place in places} == {Keep.ONCE.value}
 
 
-@pytest.mark.parametrize(("rows", "keep"), [(2, Keep.ONCE), (3, Keep.SECOND), (12, Keep.SECOND)])
+@pytest.mark.parametrize(
+    ("rows", "keep", "times"), [(2, Keep.ONCE, 1), (3, Keep.SECOND, 2), (12, Keep.SECOND, 2)]
+)
 @pytest.mark.parametrize("emitter", [TileEmitter, CodedTileEmitter])
 def test_a_panel_that_more_tiles_read_stays_in_the_caches(
-    emitter: type[TileEmitter], rows: int, keep: Keep
+    emitter: type[TileEmitter], rows: int, keep: Keep, times: int
 ) -> None:
-    """Of several rows either way is there, in pairs of as many lines: the pace of asking tells them apart. What takes
-    about as long to multiply as to read comes into the second level.
+    """Of several rows either way is there, in pairs: the pace of asking tells them apart. What takes about as long to
+    multiply as to read comes into the second level, and each of its lines is asked for twice.
     """
     blocks = blocks_of(emitter, rows)
     kinds = [set(places) for places in blocks]
     assert kinds == [{keep.value}, {Keep.NEAREST.value}] * (len(kinds) // 2)
-    assert [len(places) for places in blocks[::2]] == [len(places) for places in blocks[1::2]]
+    assert [len(places) for places in blocks[::2]] == [times * len(places) for places in blocks[1::2]]
 
 
 @pytest.mark.parametrize("emitter", [NarrowTileEmitter, CodedNarrowEmitter])

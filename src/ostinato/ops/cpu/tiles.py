@@ -23,6 +23,7 @@ VECTORS = 2  # vectors of 16 lanes across a panel
 STEP_BYTES = 4 * PANEL  # of a panel, per step of K: 2 bf16, 1 fp32 or 4 int8 values a column
 TILE_ARGUMENTS = 8
 _WAITING_ROWS = 3  # rows of a tile whose arithmetic takes about as long as reading its panel
+_AGAIN = 3072  # bytes of a panel after which such a tile asks again: a core drops what finds its queue full
 _CROWDED = 16  # sums beyond which LLVM must be kept from loading words early and spilling sums for them
 
 
@@ -102,13 +103,14 @@ class TileEmitter:
         once; what is asked for at another pace stays, for the tiles to come.
 
         From _WAITING_ROWS rows on what is read once comes into the second-level cache: arithmetic takes about as
-        long as memory then, and the first level has too few places for lines on their way to bridge the gaps.
+        long as memory then, and the first level has too few places for lines on their way to bridge the gaps. There
+        it is asked for twice, since tiles use some of their lines faster than memory delivers.
         """
         lanes, b = self.lanes, self.lanes.b
 
-        def lines(keep: Keep) -> None:
+        def lines(keep: Keep, behind: int = 0) -> None:
             for line in range(0, size, 64):
-                lanes.prefetch(lanes.at(at, line), keep)
+                lanes.prefetch(lanes.at(at, line - behind), keep)
 
         if n == 1:
             lines(Keep.ONCE)
@@ -116,6 +118,8 @@ class TileEmitter:
         with b.if_else(b.icmp_signed("==", stride, lanes.i64(STEP_BYTES))) as (streams, stays):
             with streams:
                 lines(Keep.ONCE if n < _WAITING_ROWS else Keep.SECOND)
+                if n >= _WAITING_ROWS:
+                    lines(Keep.SECOND, _AGAIN)
             with stays:
                 lines(Keep.NEAREST)
 
