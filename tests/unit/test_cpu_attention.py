@@ -148,6 +148,39 @@ def test_prefill_and_decode_match_the_reference(
 
 
 @pytest.mark.parametrize(
+    ("last", "wanted"), [(1, None), (12, None), (30, None), (12, ()), (30, (1, 40))], ids=str
+)
+@pytest.mark.parametrize("shape", [(8, 2, 32), (2, 2, 64), (6, 6, 16)])
+@pytest.mark.parametrize(("isa", "dtype"), PATHS)
+def test_new_rows_are_written_once_and_before_they_are_read(
+    isa: str, dtype: torch.dtype, shape: tuple[int, int, int], last: int, wanted: tuple[int, ...] | None
+) -> None:
+    """Few rows at a time, over the border of a chunk too: pages and rows are those of one whole step. Rows that the
+    last layer leaves out are written too.
+    """
+    data, layer = sequences(*shape, dtype), AttentionLayer(0, shape[2] ** -0.5)
+    kv, other = pool(*shape[1:], dtype), pool(*shape[1:], dtype)
+    want = run(CpuAttention(kv, runtime(isa)), kv, data, layer, whole())
+    starts = [max(0, n - last) for n in LENGTHS]
+    before = tuple((r + 1, 0, start) for r, start in enumerate(starts) if start)
+    after = tuple((r + 1, start, n) for r, (start, n) in enumerate(zip(starts, LENGTHS, strict=True)))
+    backend = CpuAttention(other, runtime(isa))
+    run(backend, other, data, layer, Step(before, StepMode.EXTEND))
+    mode = StepMode.DECODE if last == 1 else StepMode.EXTEND
+    got = run(backend, other, data, replace(layer, is_last=True), Step(after, mode, pads=2, wanted=wanted))[
+        :-2
+    ]
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    rows = [range(end - n + start, end) for end, n, start in zip(ends, LENGTHS, starts, strict=True)]
+    order = [row for part in rows for row in part]
+    named = list(range(len(order)) if wanted is None else wanted)
+    assert torch.equal(got[named], want[order][named])
+    for one, same in zip((*kv.k, *kv.v), (*other.k, *other.v), strict=True):
+        assert torch.equal(one[1:].isnan(), same[1:].isnan())
+        assert torch.equal(one[1:].nan_to_num(), same[1:].nan_to_num())
+
+
+@pytest.mark.parametrize(
     "wanted", [(), (0, 17, 167, 697), (697,), (100, 18, 99), (1, 0), range(698)], ids=len
 )
 @pytest.mark.parametrize("start", [0, 9])

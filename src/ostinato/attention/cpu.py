@@ -19,7 +19,7 @@ import torch
 from ostinato.attention.backend import AttentionLayer, AttentionView, CaptureLimits, KVCache
 from ostinato.errors import ConfigError
 from ostinato.graphs.stream import Stream
-from ostinato.ops.cpu import paged_attention as field
+from ostinato.ops.cpu import attention_fields as field
 from ostinato.ops.cpu.attention_ir import PAGE
 from ostinato.ops.cpu.attention_state_ir import ATTENTION_FUNCTIONS
 from ostinato.ops.cpu.lane_kinds import kind_for

@@ -65,7 +65,9 @@ class KernelShapes:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kernel over launches that take turns; what one of them must read and do, on average."""
+    """A kernel over launches that take turns, in one chain as a step's launches are; what one of them must read and do,
+    on average.
+    """
 
     name: str
     dtype: torch.dtype
@@ -230,15 +232,16 @@ def _measure(runtime: Runtime, cases: list[Case], rounds: int, cold_bytes: int) 
     peaks: dict[torch.dtype, list[float]] = {dtype: [] for dtype in arithmetic}
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     shares: dict[str, list[float]] = {case.name: [] for case in cases}
+    chains = [Launch.chain(case.launches) for case in cases]
     with bars() as report:
         for number in range(-1, rounds):
             report("kernels", number + 1, rounds + 1)
-            for case in cases:
+            for case, chain in zip(cases, chains, strict=True):
                 # Reading comes first: it also drives what the kernel reads out of the caches.
                 bandwidth = read_bytes / min(_seconds([read]) for read in reads)
                 peak, operations = arithmetic[case.dtype]
                 rate = operations / _seconds([peak])
-                spent = _seconds(case.launches) / len(case.launches)
+                spent = _seconds([chain]) / len(case.launches)
                 if number >= 0:
                     bandwidths.append(bandwidth)
                     peaks[case.dtype].append(rate)

@@ -25,6 +25,7 @@ SCORE_BYTES = BLOCK * 4  # a row of scores, and the stride of a row of probabili
 LOWEST = -3.0e38  # score of a masked position, and the maximum of a row that saw nothing
 _MOST_ROWS = 6  # rows that share a pass over the pages; passes of fewer wait for memory and ask for it ahead
 LINES_A_ROW = 16  # that the softmax of a row asks for: as many as come in its time
+STREAM_PAGES = 24  # addresses from a block's V on: V now, K next, V next
 
 
 def score_rows(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
@@ -89,19 +90,21 @@ Ask = Callable[[Value, Value], None]  # asks memory for something: row, number o
 
 
 def softmax_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
-    """`softmax_rows` with (..., ahead, size): asks memory for pages to come, in order, which would idle meanwhile.
+    """`softmax_rows` with (..., ahead, size, asked): asks memory, which would idle, for pages to come, in order.
 
-    `ahead` is the address of at least 8 addresses of pages of `size` bytes; a row asks for LINES_A_ROW lines.
+    `ahead` is the address of STREAM_PAGES addresses of pages of `size` bytes, of which the first `asked` bytes were
+    asked for before; a row asks for LINES_A_ROW lines.
     """
-    *plain, ahead, size = args
+    *plain, ahead, size, asked = args
     b = lanes.b
 
     def ask(row: Value, vector: Value) -> None:
         place = lanes.at(
             lanes.times(row, 64 * LINES_A_ROW), lanes.times(vector, 64 * LINES_A_ROW * PAGE // BLOCK)
         )
-        page = b.sdiv(place, size)
-        page = b.select(b.icmp_signed("<", page, lanes.i64(8)), page, lanes.i64(7))
+        place = b.add(place, asked)
+        page, last = b.sdiv(place, size), lanes.i64(STREAM_PAGES - 1)
+        page = b.select(b.icmp_signed("<", page, last), page, last)
         at = lanes.at(lanes.load(lanes.at(ahead, lanes.times(page, 8)), I64, 8), b.srem(place, size))
         for line in range(LINES_A_ROW * PAGE // BLOCK):
             lanes.prefetch(lanes.at(at, 64 * line), Keep.SECOND)

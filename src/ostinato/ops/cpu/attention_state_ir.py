@@ -157,7 +157,7 @@ ATTENTION_FUNCTIONS: Mapping[str, NativeFunction] = MappingProxyType(
         "score_rows": NativeFunction(6, score_rows),
         "softmax_rows": NativeFunction(10, softmax_rows),
         "mix_rows": NativeFunction(10, mix_rows),
-        "softmax_stream": NativeFunction(12, softmax_stream),
+        "softmax_stream": NativeFunction(13, softmax_stream),
         "score_stream": NativeFunction(8, score_stream),
         "mix_stream": NativeFunction(10, mix_stream),
         "write_kv_row": NativeFunction(6, write_kv_row),

@@ -9,35 +9,37 @@ requests. Invariant: a row's arithmetic is that of the twins, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from ostinato.ops.cpu.attention_ir import PAGE, SCORE_BYTES, STATE_BYTES, multiply
+from ostinato.ops.cpu.attention_ir import BLOCK, LINES_A_ROW, PAGE, SCORE_BYTES, STATE_BYTES, multiply
 from ostinato.ops.cpu.lane_kinds import Kind, vectors_beside
 from ostinato.ops.cpu.vector_ir import I32, I64, LANES, VI, Keep, Lanes, Value
 
 STREAM_ROWS = 6  # most rows of a KV head whose pages are streamed
 # Parts of pages (of one head) by which a stream is asked for ahead of use: twice, since an asking may be dropped.
-_AHEAD = (4, 2)
+AHEAD = (4, 2)
 
 
 def _stream(
     lanes: Lanes,
     args: tuple[Value, Value, Value, Value, Value],
     size: Value,
+    lead: Callable[[int, Value], Value],
     body: Callable[[int, Value, Value, Value, list[Value]], None],
 ) -> None:
     """`body(n, page, head, part, following)` for every page of [low, high) and every head, in the order of memory.
 
     `args` are (n, heads, pages, low, high). `part` is the address of the head's `size` bytes of the page, `following`
     those of the parts to ask memory for; the addresses behind `pages` go on with what is read after these pages.
+    `lead(n, place)`: how many parts beyond were asked for before, when part `place` of the block is read.
     """
     n, heads, pages, low, high = args
     b = lanes.b
 
-    def ahead(page: Value, head: Value, parts: int) -> Value:
-        place = lanes.at(b.mul(page, heads), head, parts)
-        further = b.sdiv(place, heads)
-        address = lanes.load(lanes.at(pages, lanes.times(further, 8)), I64, 8)
-        return lanes.at(address, b.mul(b.sub(place, b.mul(further, heads)), size))
+    def address_of(place: Value) -> Value:
+        page = b.sdiv(place, heads)
+        address = lanes.load(lanes.at(pages, lanes.times(page, 8)), I64, 8)
+        return lanes.at(address, b.mul(b.sub(place, b.mul(page, heads)), size))
 
     def of_rows(count: int) -> None:
         def over_pages(k: Value) -> None:
@@ -45,7 +47,10 @@ def _stream(
 
             def over_heads(head: Value) -> None:
                 part = lanes.at(lanes.load(lanes.at(pages, lanes.times(page, 8)), I64, 8), b.mul(head, size))
-                body(count, page, head, part, [ahead(page, head, parts) for parts in _AHEAD])
+                place = lanes.at(b.mul(page, heads), head)
+                asked = [b.add(place, lead(count, place)), place]
+                following = [address_of(lanes.at(at, n)) for at, n in zip(asked, AHEAD, strict=True)]
+                body(count, page, head, part, following)
 
             lanes.each(heads, over_heads)
 
@@ -80,7 +85,18 @@ def score_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
         for m, total in enumerate(sums):
             lanes.store(total, lanes.at(line, m * SCORE_BYTES))
 
-    _stream(lanes, (n, heads, pages, low, high), lanes.times(words, 64), body)
+    _stream(lanes, (n, heads, pages, low, high), lanes.times(words, 64), lambda n, place: lanes.i64(0), body)
+
+
+def _asked_before(lanes: Lanes, heads: Value, size: Value, n: int, place: Value) -> Value:
+    """`lead` of the values: the softmax asked for parts while nothing was read. They are used up bit by bit until the
+    block's end, else memory would idle now instead.
+    """
+    b = lanes.b
+    parts = lanes.times(heads, BLOCK // PAGE)
+    asked = b.sdiv(lanes.times(heads, n * 64 * LINES_A_ROW), size)
+    asked = b.select(b.icmp_signed("<", asked, parts), asked, parts)
+    return b.sdiv(b.mul(b.sub(parts, place), asked), parts)
 
 
 def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
@@ -89,6 +105,7 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
     """
     probs, n, heads, pages, low, high, dim, acc, acc_stride, state = args
     words = PAGE * kind.value_bytes // 4
+    size = lanes.times(dim, 4 * words)
     b = lanes.b
 
     def body(count: int, page: Value, head: Value, part: Value, following: list[Value]) -> None:
@@ -134,4 +151,4 @@ def mix_stream(lanes: Lanes, kind: Kind, args: list[Value]) -> None:
 
         lanes.column_groups(dim, columns)
 
-    _stream(lanes, (n, heads, pages, low, high), lanes.times(dim, 4 * words), body)
+    _stream(lanes, (n, heads, pages, low, high), size, partial(_asked_before, lanes, heads, size), body)

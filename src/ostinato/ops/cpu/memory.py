@@ -158,11 +158,11 @@ def compare_swap(typing_context: Any, address: Any, expected: Any, value: Any) -
     return types.int64(types.int64, types.int64, types.int64), emit
 
 
-def _prefetcher(keep: Keep) -> Any:
+def _prefetcher(keep: Keep, *, write: bool = False) -> Any:
     @intrinsic
     def prefetch(typing_context: Any, address: Any) -> _Signature:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            Lanes(builder).prefetch(args[0], keep)
+            Lanes(builder).prefetch(args[0], keep, write=write)
             return context.get_dummy_value()
 
         return types.void(types.int64), emit
@@ -174,6 +174,8 @@ prefetch_line = _prefetcher(Keep.SECOND)
 """(address): ask for the cache line there, into the second-level cache."""
 prefetch_once = _prefetcher(Keep.ONCE)
 """(address): ask for the cache line there, which is read once, into the first-level cache alone."""
+prefetch_to_write = _prefetcher(Keep.NEAREST, write=True)
+"""(address): ask for the cache line there, which is to be written, into the first-level cache."""
 
 
 @intrinsic

@@ -14,107 +14,56 @@ them.
 
 from __future__ import annotations
 
-from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES
-from ostinato.ops.cpu.attention_stream_ir import STREAM_ROWS
-from ostinato.ops.cpu.jit import njit
-from ostinato.ops.cpu.launch import FIRST_FIELD
-from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, prefetch_line, store_i64
-
-TILE_ROWS = 48
-_FIRST_BYTES = 8192  # of V that a chunk asks for before its scores
-PARTS_PER_THREAD = 3  # of decode: heads of a chunk are parted until there are so many tasks a thread
-
-# The parameter block: int64 fields by index, after those of every launch. Addresses and strides are in bytes.
-(
-    COUNTS,  # address of int64 [2]: real requests, real rows
-    REQUESTS,  # address of int64 [4, capacity]: first row, rows, KV length, row of the page table
+from ostinato.ops.cpu.attention_fields import (
+    BOUNDS,
     CAPACITY,
-    TABLE,  # address of int32 [requests, pages]
-    TABLE_STRIDE,
-    PAGE_BLOCKS,  # blocks of 16 positions in a page
-    Q,
-    Q_STRIDE,
-    OUT,
-    OUT_STRIDE,
-    ROWS,  # padded rows of q and out
-    Q_HEADS,
-    KV_HEADS,
-    DIM,
-    VALUE_BYTES,
-    K_PAGES,
-    V_PAGES,
-    WINDOW,  # 0: none
-    ATTENTION_CHUNK,  # 0: none
-    SCRATCH,
-    SCRATCH_STRIDE,  # of one thread
-    PARTIALS,
-    PARTIALS_BYTES,
-    CHUNKS_DONE,  # address of int64 [capacity * kv_heads], zeros between launches: finished chunks of each part
-    K_NEW,
-    V_NEW,
-    K_STRIDE,
-    V_STRIDE,
-    SLOTS,  # address of int64 [rows]: where each row's K and V go
-    FACTOR,  # fp32 bits: scores are multiplied by it (the scale times log2 e)
-    PARTIAL_ROWS,  # set by the entry: most rows of a KV head where tasks are chunks
-    PART_HEADS,  # set by the entry: KV heads of a task that is a chunk
-    AT_ONCE,  # set by the entry: tasks of one draw
-    BY_CHUNK,  # set by the entry: is a task a chunk of a request, or a whole tile?
-    SCORE_ROWS,  # addresses of the functions of `attention_state_ir`
-    SOFTMAX_ROWS,
-    MIX_ROWS,
-    SCORE_STREAM,
-    SOFTMAX_STREAM,
-    MIX_STREAM,
-    WRITE_KV_ROW,
     CLEAN_PAGE,
     CLEAR_ROWS,
-    MERGE_ROWS,
+    COUNTS,
+    DIM,
+    FACTOR,
     FINISH_ROWS,
-    NUM_FIELDS,
-) = range(FIRST_FIELD, FIRST_FIELD + 46)
+    GROWING,
+    K_PAGES,
+    KV_HEADS,
+    MERGE_ROWS,
+    MIX_ROWS,
+    MIX_STREAM,
+    MORE_STATE,
+    ORIGINALS,
+    OUT,
+    OUT_ROWS,
+    OUT_STRIDE,
+    PAGE_BLOCKS,
+    PAGES,
+    PROBS,
+    Q_HEADS,
+    Q_STRIDE,
+    QUERY_ROWS,
+    REQUESTS,
+    SCORE_ROWS,
+    SCORE_STREAM,
+    SCORES,
+    SOFTMAX_ROWS,
+    SOFTMAX_STREAM,
+    STATE,
+    TILE_ROWS,
+    V_PAGES,
+    VALUE_BYTES,
+    VALUES,
+    Q,
+    first_key,
+    head_bytes,
+    table_row,
+)
+from ostinato.ops.cpu.attention_ir import BLOCK, CHUNK, PAGE, STATE_BYTES
+from ostinato.ops.cpu.attention_stream_ir import AHEAD, STREAM_ROWS
+from ostinato.ops.cpu.jit import njit
+from ostinato.ops.cpu.kv_rows import ask_for_new, write_new
+from ostinato.ops.cpu.memory import call_native, load_i32, load_i64, prefetch_line, store_i64
 
-# Scratch of one thread: fixed parts first, those that grow with the head dimension last.
-_QUERY_ROWS = 0
-OUT_ROWS = _QUERY_ROWS + 8 * TILE_ROWS
-_BOUNDS = OUT_ROWS + 8 * TILE_ROWS
-_PAGES = _BOUNDS + 16 * TILE_ROWS  # K now, V now, K next, V next: 8 addresses each
-_VALUES = _PAGES + 4 * 64  # one head's V, where copies stand in; what follows is asked for but not read
-_STATE = _VALUES + 3 * 64
-_MORE_STATE = _STATE + STATE_BYTES * TILE_ROWS
-_ORIGINALS = _MORE_STATE + STATE_BYTES * TILE_ROWS  # addresses of 8 V pages, and a flag
-_SCORES = _ORIGINALS + 128
-_PROBS = _SCORES + 4 * BLOCK * TILE_ROWS
-_GROWING = _PROBS + 4 * BLOCK * TILE_ROWS
-
-
-def acc_stride(dim: int) -> int:
-    """Bytes of one row of fp32 sums: whole vectors."""
-    return -(-dim // 16) * 64
-
-
-def scratch_bytes(dim: int) -> int:
-    """Scratch of one thread: two tiles of sums and a block of cleaned V pages behind the fixed parts."""
-    return _GROWING + 2 * TILE_ROWS * acc_stride(dim) + BLOCK * (acc_stride(dim) + 64)
-
-
-@njit(error_model="numpy")
-def first_key(p: int, position: int) -> int:
-    """The first position that a query at `position` sees."""
-    first = 0
-    window = load_i64(p + 8 * WINDOW)
-    if window > 0:
-        first = max(first, position - window + 1)
-    chunk = load_i64(p + 8 * ATTENTION_CHUNK)
-    if chunk > 0:
-        first = max(first, position // chunk * chunk)
-    return first
-
-
-@njit(error_model="numpy")
-def head_bytes(p: int) -> int:
-    """Bytes of one KV head in a block of 16 positions, of K as of V."""
-    return load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES) * PAGE
+_FIRST_BYTES = 8192  # of V that a chunk asks for before its scores
+PARTS_PER_THREAD = 3  # of decode: heads of a chunk are parted until there are so many tasks a thread
 
 
 @njit(error_model="numpy")
@@ -157,9 +106,9 @@ def _find_next(
 def _clean(p: int, scratch: int, start: int, j: int, low: int, high: int, found: int) -> int:
     """Clean page `j` of the block at `start` for the visible range [low, high); returns the copy's address."""
     dim = load_i64(p + 8 * DIM)
-    target = scratch + _GROWING + 2 * TILE_ROWS * ((dim + 15) // 16 * 64)
+    target = scratch + GROWING + 2 * TILE_ROWS * ((dim + 15) // 16 * 64)
     target += j * dim * load_i64(p + 8 * VALUE_BYTES) * PAGE
-    page = load_i64(scratch + _ORIGINALS + 8 * j)
+    page = load_i64(scratch + ORIGINALS + 8 * j)
     at = start + PAGE * j
     call_native(load_i64(p + 8 * CLEAN_PAGE), page, target, low - at, high - at, dim, found)
     return target
@@ -171,12 +120,12 @@ def _clean_block(p: int, scratch: int, n: int, start: int, low: int, high: int, 
 
     Returns whether an infinity or NaN is left that some rows must not see.
     """
-    bounds, found = scratch + _BOUNDS, scratch + _ORIGINALS + 64
+    bounds, found = scratch + BOUNDS, scratch + ORIGINALS + 64
     seen_low, seen_high = load_i64(bounds), load_i64(bounds + 16 * (n - 1) + 8)
     all_low, all_high = load_i64(bounds + 16 * (n - 1)), load_i64(bounds + 8)
     store_i64(0, found)
     for j in range(low, high):
-        store_i64(load_i64(pages + 8 * j), scratch + _ORIGINALS + 8 * j)
+        store_i64(load_i64(pages + 8 * j), scratch + ORIGINALS + 8 * j)
         at = start + PAGE * j
         if all_low > at or all_high < at + PAGE:
             store_i64(_clean(p, scratch, start, j, seen_low, seen_high, found), pages + 8 * j)
@@ -197,14 +146,14 @@ def _mix_one_by_one(
 ) -> None:
     """The same for rows from `first` on, with pages cleaned for each row: what a row must not see is not finite."""
     stride = (load_i64(p + 8 * DIM) + 15) // 16 * 64
-    pages, found = scratch + _VALUES, scratch + _ORIGINALS + 64
+    pages, found = scratch + VALUES, scratch + ORIGINALS + 64
     for r in range(n):
-        row = scratch + _BOUNDS + 16 * (first + r)
+        row = scratch + BOUNDS + 16 * (first + r)
         for j in range(low, high):
             copy = _clean(p, scratch, start, j, load_i64(row), load_i64(row + 8), found)
             store_i64(copy, pages + 8 * j)
         probs, sums, here = (
-            scratch + _PROBS + 4 * BLOCK * (first + r),
+            scratch + PROBS + 4 * BLOCK * (first + r),
             acc + stride * r,
             state + STATE_BYTES * r,
         )
@@ -223,7 +172,7 @@ def _streams(p: int, n: int, heads: int) -> bool:
 def _score(p: int, scratch: int, n: int, heads: int, low: int, high: int) -> None:
     """Scores of a block's pages [low, high)."""
     words = load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES) // 4
-    rows, pages, scores = scratch + _QUERY_ROWS, scratch + _PAGES, scratch + _SCORES
+    rows, pages, scores = scratch + QUERY_ROWS, scratch + PAGES, scratch + SCORES
     if _streams(p, n, heads):
         call_native(load_i64(p + 8 * SCORE_STREAM), rows, n, heads, pages, low, high, words, scores)
     else:
@@ -239,13 +188,14 @@ def _softmax(
     p: int, scratch: int, n: int, heads: int, start: int, low: int, high: int, partly: bool, state: int
 ) -> None:
     """Probabilities of a block's pages [low, high); `partly`: rows see not all of them."""
-    scores, probs, bounds, factor = scratch + _SCORES, scratch + _PROBS, scratch + _BOUNDS, p + 8 * FACTOR
+    scores, probs, bounds, factor = scratch + SCORES, scratch + PROBS, scratch + BOUNDS, p + 8 * FACTOR
     rows, masked = n * heads, 1 if partly else 0
     if _streams(p, n, heads):
         softmax = load_i64(p + 8 * SOFTMAX_STREAM)
-        values, size = scratch + _PAGES + 64, heads * head_bytes(p)
+        values, part = scratch + PAGES + 64, head_bytes(p)
+        size, asked = heads * part, AHEAD[0] * part
         call_native(
-            softmax, scores, probs, rows, low, high, masked, bounds, start, state, factor, values, size
+            softmax, scores, probs, rows, low, high, masked, bounds, start, state, factor, values, size, asked
         )
     else:
         softmax = load_i64(p + 8 * SOFTMAX_ROWS)
@@ -257,7 +207,7 @@ def _mix_all(p: int, scratch: int, n: int, heads: int, low: int, high: int, stat
     """Add the values of a block's pages [low, high), which all rows see in full."""
     dim = load_i64(p + 8 * DIM)
     stride = (dim + 15) // 16 * 64
-    probs, pages = scratch + _PROBS, scratch + _PAGES + 64
+    probs, pages = scratch + PROBS, scratch + PAGES + 64
     if _streams(p, n, heads):
         mix = load_i64(p + 8 * MIX_STREAM)
         call_native(mix, probs, n, heads, pages, low, high, dim, acc, stride, state)
@@ -270,18 +220,18 @@ def _mix_partly(
     p: int, scratch: int, n: int, heads: int, at: int, low: int, high: int, state: int, acc: int
 ) -> None:
     """The same where rows differ in what they see of the pages, or see a part: head by head, from clean copies."""
-    values = scratch + _PAGES + 64
+    values = scratch + PAGES + 64
     stride = (load_i64(p + 8 * DIM) + 15) // 16 * 64
     for head in range(heads):
         row = head * n
         for j in range(8):
-            store_i64(load_i64(values + 8 * j) + head * head_bytes(p), scratch + _VALUES + 8 * j)
-        unseen = _clean_block(p, scratch, n, at, low, high, scratch + _VALUES)
+            store_i64(load_i64(values + 8 * j) + head * head_bytes(p), scratch + VALUES + 8 * j)
+        unseen = _clean_block(p, scratch, n, at, low, high, scratch + VALUES)
         here, sums = state + STATE_BYTES * row, acc + stride * row
         if unseen:
             _mix_one_by_one(p, scratch, n, row, at, low, high, here, sums)
         else:
-            _mix(p, scratch + _PROBS + 4 * BLOCK * row, n, low, high, here, sums, scratch + _VALUES)
+            _mix(p, scratch + PROBS + 4 * BLOCK * row, n, low, high, here, sums, scratch + VALUES)
 
 
 @njit(error_model="numpy")
@@ -297,13 +247,22 @@ def _ask_for_values(p: int, pages: int, at: int, stop: int, heads: int) -> None:
 
 @njit(error_model="numpy")
 def attend_chunk(
-    p: int, scratch: int, n: int, request: int, head: int, heads: int, start: int, state: int, acc: int
+    p: int,
+    scratch: int,
+    n: int,
+    request: int,
+    head: int,
+    heads: int,
+    start: int,
+    state: int,
+    acc: int,
+    writes: bool,
 ) -> None:
     """Set state and sums to one chunk of keys, for the tile whose queries and bounds stand in `scratch`: `n` rows
-    of each of `heads` KV heads from `head` on.
+    of each of `heads` KV heads from `head` on; `writes`: K and V of what is new in it first.
     """
     stride = (load_i64(p + 8 * DIM) + 15) // 16 * 64
-    bounds, pages = scratch + _BOUNDS, scratch + _PAGES
+    bounds, pages = scratch + BOUNDS, scratch + PAGES
     seen_low, seen_high = load_i64(bounds), load_i64(bounds + 16 * (n - 1) + 8)
     all_low, all_high = load_i64(bounds + 16 * (n - 1)), load_i64(bounds + 8)
     call_native(load_i64(p + 8 * CLEAR_ROWS), n * heads, state, acc, stride)
@@ -312,8 +271,12 @@ def attend_chunk(
     _find_pages(p, table_row(p, request), head, at, seen_high, pages)
     if n <= STREAM_ROWS:
         _ask_for_values(p, pages + 64, at, stop, heads)
+    if writes:
+        ask_for_new(p, request, head, heads, at, stop)
     while at < stop:
         _find_next(p, request, head, heads, at, seen_low, seen_high, pages + 128)
+        if writes:
+            write_new(p, request, head, heads, at, min(at + BLOCK, stop))
         low = max(0, (seen_low - at) // PAGE)
         high = min(BLOCK // PAGE, (seen_high - at + PAGE - 1) // PAGE)
         _score(p, scratch, n, heads, low, high)
@@ -346,10 +309,10 @@ def set_tile(p: int, scratch: int, request: int, head: int, heads: int, first: i
         r = first + i % n
         step = r // group
         offset = ((head + i // n) * group + r % group) * row_bytes
-        store_i64(q + (token + step) * q_stride + offset, scratch + _QUERY_ROWS + 8 * i)
+        store_i64(q + (token + step) * q_stride + offset, scratch + QUERY_ROWS + 8 * i)
         store_i64(out + (token + step) * out_stride + offset, scratch + OUT_ROWS + 8 * i)
-        store_i64(first_key(p, position + step), scratch + _BOUNDS + 16 * i)
-        store_i64(position + step + 1, scratch + _BOUNDS + 16 * i + 8)
+        store_i64(first_key(p, position + step), scratch + BOUNDS + 16 * i)
+        store_i64(position + step + 1, scratch + BOUNDS + 16 * i + 8)
     return n
 
 
@@ -359,19 +322,13 @@ def attend_tile(p: int, scratch: int, request: int, head: int, first: int) -> No
     dim = load_i64(p + 8 * DIM)
     stride = (dim + 15) // 16 * 64
     n = set_tile(p, scratch, request, head, 1, first)
-    bounds = scratch + _BOUNDS
+    bounds = scratch + BOUNDS
     start = load_i64(bounds) // CHUNK * CHUNK
     stop = load_i64(bounds + 16 * (n - 1) + 8)
-    state, acc = scratch + _STATE, scratch + _GROWING
-    more, more_acc = scratch + _MORE_STATE, acc + TILE_ROWS * stride
-    attend_chunk(p, scratch, n, request, head, 1, start, state, acc)
+    state, acc = scratch + STATE, scratch + GROWING
+    more, more_acc = scratch + MORE_STATE, acc + TILE_ROWS * stride
+    attend_chunk(p, scratch, n, request, head, 1, start, state, acc, False)
     for at in range(start + CHUNK, stop, CHUNK):
-        attend_chunk(p, scratch, n, request, head, 1, at, more, more_acc)
+        attend_chunk(p, scratch, n, request, head, 1, at, more, more_acc, False)
         call_native(load_i64(p + 8 * MERGE_ROWS), n, state, acc, more, more_acc, stride)
     call_native(load_i64(p + 8 * FINISH_ROWS), n, dim, state, acc, stride, scratch + OUT_ROWS)
-
-
-@njit(error_model="numpy")
-def table_row(p: int, request: int) -> int:
-    row = load_i64(load_i64(p + 8 * REQUESTS) + 24 * load_i64(p + 8 * CAPACITY) + 8 * request)
-    return load_i64(p + 8 * TABLE) + row * load_i64(p + 8 * TABLE_STRIDE)

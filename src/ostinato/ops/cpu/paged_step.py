@@ -6,12 +6,7 @@ is decided by a counter and by the size of the step, and never changes a bit.
 
 from __future__ import annotations
 
-from ostinato.ops.cpu.attention_ir import CHUNK, PAGE, STATE_BYTES
-from ostinato.ops.cpu.attention_stream_ir import STREAM_ROWS
-from ostinato.ops.cpu.jit import njit
-from ostinato.ops.cpu.launch import COUNTER, TASKS, THREADS, draw, reset_counter, run_worker, wait_for_team
-from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
-from ostinato.ops.cpu.paged_attention import (
+from ostinato.ops.cpu.attention_fields import (
     AT_ONCE,
     BY_CHUNK,
     CAPACITY,
@@ -19,9 +14,6 @@ from ostinato.ops.cpu.paged_attention import (
     COUNTS,
     DIM,
     FINISH_ROWS,
-    K_NEW,
-    K_PAGES,
-    K_STRIDE,
     KV_HEADS,
     MERGE_ROWS,
     OUT,
@@ -31,52 +23,29 @@ from ostinato.ops.cpu.paged_attention import (
     PARTIAL_ROWS,
     PARTIALS,
     PARTIALS_BYTES,
-    PARTS_PER_THREAD,
     Q_HEADS,
     REQUESTS,
     ROWS,
     SCRATCH,
     SCRATCH_STRIDE,
-    SLOTS,
     TILE_ROWS,
-    V_NEW,
-    V_PAGES,
-    V_STRIDE,
     VALUE_BYTES,
-    WRITE_KV_ROW,
-    attend_chunk,
-    attend_tile,
+    WRITES,
     first_key,
-    set_tile,
 )
+from ostinato.ops.cpu.attention_ir import CHUNK, STATE_BYTES
+from ostinato.ops.cpu.attention_stream_ir import STREAM_ROWS
+from ostinato.ops.cpu.jit import njit
+from ostinato.ops.cpu.kv_rows import write_row
+from ostinato.ops.cpu.launch import COUNTER, TASKS, THREADS, draw, reset_counter, run_worker, wait_for_team
+from ostinato.ops.cpu.memory import call_native, fetch_add, load_i64, store_i64, zero_bytes
+from ostinato.ops.cpu.paged_attention import PARTS_PER_THREAD, attend_chunk, attend_tile, set_tile
 
 # Counters of a launch, a cache line each: thread number, rows to write. Tasks are drawn from shares (see `draw`).
 _NEXT_THREAD, _NEXT_ROWS = 64, 128
 _ROWS_AT_ONCE = 16
 _DRAWS_PER_THREAD = 16  # of decode
 _ROWS_WRITTEN_FIRST = 32  # so few rows are written before the team starts, which saves it a barrier
-
-
-@njit(error_model="numpy")
-def _write_row(p: int, row: int) -> None:
-    """K and V of one row of the step, all heads, into its slot."""
-    slot = load_i64(load_i64(p + 8 * SLOTS) + 8 * row)
-    dim, value_bytes = load_i64(p + 8 * DIM), load_i64(p + 8 * VALUE_BYTES)
-    kv_heads = load_i64(p + 8 * KV_HEADS)
-    size = dim * value_bytes * PAGE
-    k_new = load_i64(p + 8 * K_NEW) + row * load_i64(p + 8 * K_STRIDE)
-    v_new = load_i64(p + 8 * V_NEW) + row * load_i64(p + 8 * V_STRIDE)
-    place = slot // PAGE * kv_heads * size
-    for head in range(kv_heads):
-        call_native(
-            load_i64(p + 8 * WRITE_KV_ROW),
-            k_new + head * dim * value_bytes,
-            v_new + head * dim * value_bytes,
-            load_i64(p + 8 * K_PAGES) + place + head * size,
-            load_i64(p + 8 * V_PAGES) + place + head * size,
-            slot % PAGE,
-            dim,
-        )
 
 
 @njit(error_model="numpy")
@@ -126,19 +95,23 @@ def _part_heads(p: int, rows: int, chunks: int) -> int:
 
 @njit(error_model="numpy")
 def _share_out(p: int) -> int:
-    """Set the number of tasks and whether each is a chunk or a tile; returns the KV words to be read.
+    """Set the number of tasks, whether each is a chunk or a tile, and whether it writes what is new; returns the KV
+    words to be read.
 
-    Tasks are chunks where each request has one tile, as in decode, and partial sums have room.
+    Tasks are chunks where each request has one tile, as in decode, and partial sums have room. They write K and V
+    unless the plan leaves rows out, which no task would write.
     """
     kv_heads, threads = load_i64(p + 8 * KV_HEADS), load_i64(p + 8 * THREADS)
     group = load_i64(p + 8 * Q_HEADS) // kv_heads
-    tiles, chunks, work, most = 0, 0, 0, 0
+    tiles, chunks, work, most, planned = 0, 0, 0, 0, 0
     requests, capacity = load_i64(p + 8 * REQUESTS), 8 * load_i64(p + 8 * CAPACITY)
     for request in range(load_i64(load_i64(p + 8 * COUNTS))):
         mine = _tiles(p, request)
         tiles += mine * kv_heads
         chunks += _chunks(p, request)
-        most = max(most, load_i64(requests + capacity + 8 * request) * group)
+        tokens = load_i64(requests + capacity + 8 * request)
+        planned += tokens
+        most = max(most, tokens * group)
         work += load_i64(requests + 2 * capacity + 8 * request) * mine
     store_i64(min(most, TILE_ROWS), p + 8 * PARTIAL_ROWS)
     fits = chunks * kv_heads * _partial_bytes(p) <= load_i64(p + 8 * PARTIALS_BYTES)
@@ -146,6 +119,8 @@ def _share_out(p: int) -> int:
     heads = _part_heads(p, most, chunks)
     store_i64(heads, p + 8 * PART_HEADS)
     store_i64(1 if by_chunk else 0, p + 8 * BY_CHUNK)
+    all_rows = planned == load_i64(load_i64(p + 8 * COUNTS) + 8)
+    store_i64(1 if by_chunk and all_rows else 0, p + 8 * WRITES)
     tasks = chunks * ((kv_heads + heads - 1) // heads) if by_chunk else tiles
     store_i64(tasks, p + 8 * TASKS)
     at_once = tasks // (threads * _DRAWS_PER_THREAD) if most <= TILE_ROWS else 1
@@ -184,7 +159,8 @@ def _attend_part(p: int, scratch: int, request: int, task: int, chunks: int, chu
     here = first + chunk * kv_heads * size
     n = set_tile(p, scratch, request, head, heads, 0)
     start = (_first_chunk(p, request) + chunk) * CHUNK
-    attend_chunk(p, scratch, n, request, head, heads, start, here, here + n * heads * STATE_BYTES)
+    writes, sums = load_i64(p + 8 * WRITES) != 0, here + n * heads * STATE_BYTES
+    attend_chunk(p, scratch, n, request, head, heads, start, here, sums, writes)
     _finish_chunk(p, scratch, n * heads, request * kv_heads + part, chunks, first, kv_heads * size)
 
 
@@ -243,17 +219,17 @@ def _write_rows(p: int, rows: int) -> None:
     start = fetch_add(counter, _ROWS_AT_ONCE)
     while start < rows:
         for row in range(start, min(start + _ROWS_AT_ONCE, rows)):
-            _write_row(p, row)
+            write_row(p, row, 0, load_i64(p + 8 * KV_HEADS))
         start = fetch_add(counter, _ROWS_AT_ONCE)
 
 
 def attention_worker(p: int) -> None:
-    """Each thread: write K and V of many rows and wait for the others, then attend."""
+    """Each thread: write K and V of many rows and wait for the others, unless tasks write; then attend."""
     scratch = load_i64(p + 8 * SCRATCH)
     thread = fetch_add(load_i64(p + 8 * COUNTER) + _NEXT_THREAD, 1)
     scratch += thread * load_i64(p + 8 * SCRATCH_STRIDE)
     rows = load_i64(load_i64(p + 8 * COUNTS) + 8)
-    if rows > _ROWS_WRITTEN_FIRST:
+    if rows > _ROWS_WRITTEN_FIRST and not load_i64(p + 8 * WRITES):
         _write_rows(p, rows)
         wait_for_team(p)
     if load_i64(p + 8 * BY_CHUNK):
@@ -266,7 +242,7 @@ def attention_entry(p: int) -> None:
     """Write the step's K and V, attend, and zero the rows past the count."""
     reset_counter(p)
     rows, work = load_i64(load_i64(p + 8 * COUNTS) + 8), _share_out(p)
-    if rows <= _ROWS_WRITTEN_FIRST:
+    if rows <= _ROWS_WRITTEN_FIRST and not load_i64(p + 8 * WRITES):
         _write_rows(p, rows)
     out, out_stride = load_i64(p + 8 * OUT), load_i64(p + 8 * OUT_STRIDE)
     row_bytes = load_i64(p + 8 * Q_HEADS) * load_i64(p + 8 * DIM) * load_i64(p + 8 * VALUE_BYTES)
